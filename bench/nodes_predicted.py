@@ -71,7 +71,7 @@ def compare(rate_mbit: int, specs: Sequence[str], job: LiveJob, repeats: int, mo
                 own = replace(job, sync=spec, workers=[1] * count)
                 runs = [run_live(nodes, replace(own, traces=recorded if turn == 0 else None)) for turn in range(repeats)]
                 traces = traces or [load(Path(folder) / f"run.node{node}.trace") for node in range(2)]
-                model = ModelOnNodes(job.parameters, count, job.link_dtype, job.homes)
+                model = ModelOnNodes(job.parameters, count, job.link_dtype)
                 simulated = predict(spec, links, model, Simulation(workers=count, steps=STEPS, compute=compute))
                 advised = predict(spec, links, model, simulation_of_nodes(traces, count, links))
                 rates = [run.steps_per_s(own.workers) for run in runs]

@@ -37,8 +37,7 @@ class Checkpointing:
     """The periodic checkpoints of `DistributedOptimizer(checkpoint=DIR, every=N)`.
 
     `pin` is None on a node that writes none, whose workers obey SIGTERM all the same. `version` gives the version that counts,
-    where it is not that of the worker's arena. With `exact` every version that is due is written, and the worker waits for the
-    checkpoint before it: several nodes each write a share of the same versions.
+    where it is not that of the worker's arena.
     """
 
     def __init__(
@@ -51,7 +50,6 @@ class Checkpointing:
         version: Callable[[], int] | None = None,
         *,
         run: Run | None = None,
-        exact: bool = False,
     ) -> None:
         self._worker = worker
         self._directory = directory
@@ -60,9 +58,7 @@ class Checkpointing:
         self._buffers = buffers
         self._version = version or (lambda: worker.version)
         self._run = run or Run.of(worker.store)
-        self._exact = exact
-        # Nodes' shares of different versions make no checkpoint.
-        self._signals = NotedSignals(*(() if exact else (signal.SIGTERM, signal.SIGUSR1)))
+        self._signals = NotedSignals(signal.SIGTERM, signal.SIGUSR1)
         self._last = self._run.begins  # the newest version that the run began with, or this worker has written
         self._next = ((worker.store.version if version is None else version()) // every + 1) * every
         self._thread: threading.Thread | None = None
@@ -122,8 +118,6 @@ class Checkpointing:
         if self._pin is None or not self._is_writer:
             self._next = (version // self._every + 1) * self._every
             return
-        if self._exact:
-            self._join()
         if self._thread is not None and self._thread.is_alive():
             self._delay(version)
             return
@@ -200,10 +194,6 @@ class Checkpointing:
         After SIGTERM all workers leave: each waits until those of lower rank have, which may not have seen its last push.
         """
         self._worker.leave_virtual_time()  # the last version is there once every worker has
-        if self._exact:
-            self.after_step()
-            self._join()
-            return
         clock, failures = self._worker.store.clock, self.failures
         until_ns = clock.now_ns() + (_TURN_NS if self._ends else 0)
         while self._pin is not None and not self._is_writer and clock.now_ns() < until_ns:

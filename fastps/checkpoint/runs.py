@@ -140,10 +140,8 @@ def check_folder(
 def _others(directory: Path, resumed: Checkpoint | None, needed_bytes: int) -> list[Path]:
     """The checkpoints of other runs in a directory that can be written, and the damaged ones. Raises CheckpointError."""
     _try(directory, needed_bytes)
-    of_shares = [each for each in directory.glob("share-*-of-*") if each.is_dir()]
-    found = [folder for each in (directory, *of_shares) for folder in whole(each)]
     known = {*_begun, *earlier_runs(resumed)} | ({launch} if (launch := _of_launch()) else set())
-    runs = {folder: run_of(folder) for folder in found}
+    runs = {folder: run_of(folder) for folder in whole(directory)}
     return [folder for folder, run in runs.items() if run is None or known.isdisjoint((run, run.partition(_OF_JOB)[0]))]
 
 

@@ -47,7 +47,6 @@ from fastps.version import __version__
 logger = logging.getLogger("fastps.checkpointing")
 
 KEPT = 2  # a run's newest checkpoints to keep; its older ones are removed when a new one is complete
-_KEPT_SHARES = 3  # a node may have written a version while another still writes the one before
 _UNFINISHED = ".unfinished-"
 
 
@@ -57,10 +56,6 @@ class VersionInUseError(Exception):
 
 class Pinned(Protocol):
     """A version that is pinned while it is written."""
-
-    @property
-    def share(self) -> str:
-        """The folder of a share in the directory of checkpoints; "" for the whole model."""
 
     @property
     def description(self) -> dict[str, Any]:
@@ -88,8 +83,6 @@ class PinnedVersion:
     A table lies in memory once, so only the shard locks keep its rows at one version: the worker copies the tables in memory,
     and then releases the locks. Without room for that it holds them until `close`, which its own thread has to call then.
     """
-
-    share = ""
 
     def __init__(
         self,
@@ -293,8 +286,6 @@ def write(
 
     Waits for another writer of the directory for at most `limit_s`, by default FASTPS_TIMEOUT. Raises CheckpointError.
     """
-    if pinned.share:
-        directory, keep = directory / pinned.share, max(keep, _KEPT_SHARES)
     try:
         directory.mkdir(parents=True, exist_ok=True)
         with locked(directory, limits.timeout_s(limit_s)) as descriptor:

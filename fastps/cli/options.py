@@ -284,7 +284,7 @@ NODES: Options = {
     for each in NodePolicy.options().values()
 }
 """How a job treats its nodes: the fields of NodePolicy. Their variables are read on several nodes alone, by `nodes_of`."""
-ON_LINKS: Options = {name: NODES[name] for name in ("link_dtype", "homes")}
+ON_LINKS: Options = {"link_dtype": NODES["link_dtype"]}
 OUTPUT: Options = {
     "wide": (Wide, False),
     "json_file": (Json, None),

@@ -26,8 +26,7 @@ class Nodes:
     """The nodes of a job, from the point of view of one worker."""
 
     count: int  # the number of nodes; 0 before the nodes have met, if the launcher does not say
-    # This node's number, from 0. Node 0 holds the weights and the optimizer's state, or the first share of them. -1 before the
-    # nodes have met, if the launcher does not say.
+    # This node's number, from 0; -1 before the nodes have met, if the launcher does not say.
     number: int
     local_rank: int  # this worker's number on its node
     local_workers: int  # the workers of the node
@@ -52,11 +51,6 @@ class Nodes:
     def is_first(self) -> bool:
         """Whether this is node 0, with whose weights the job begins."""
         return self.number == 0
-
-    @property
-    def is_home(self) -> bool:
-        """Whether this node holds all weights and all of the optimizer's state."""
-        return self.is_first and self.policy.homes == "first"
 
 
 def nodes_of_environment() -> Nodes | None:
@@ -127,7 +121,7 @@ def are_replicas(policy: Policy, nodes: NodePolicy) -> bool:
 
     A sum over all nodes is a version of all their pushes; it travels as it is, and is not encrypted.
     """
-    travels = nodes.link == "gloo" and nodes.link_dtype == "float32" and nodes.homes == "first"
+    travels = nodes.link == "gloo" and nodes.link_dtype == "float32"
     is_plain = policy.is_level and policy.shards == 1 and policy.scale in ("mean", "square-root", "linear")
     return is_plain and travels and not nodes.local_steps
 
@@ -210,14 +204,11 @@ def outer_update(policy: NodePolicy) -> Update:
 def check_policy(policy: Policy, nodes: Nodes) -> None:
     """Raise PolicyError for a discipline that makes no sense between nodes, with the reason."""
     policy.check_workers(nodes.count)
-    local, spread = nodes.policy.local_steps > 0, nodes.policy.homes == "spread"
+    local = nodes.policy.local_steps > 0
     reasons = {
         "auto measures the workers of one arena: choose a discipline": policy.warm_up > 0,
         "a batch that the coordinator tunes is for a worker, not for a node: leave tune=true out": policy.tune,
         "local_steps exchanges whole models: choose a discipline without shards": policy.shards > 1 and local,
-        "homes on several nodes could fold different pushes: choose bsp or hardsync, or leave --homes spread out": (
-            spread and (not policy.is_level or policy.shards > 1)
-        ),
         "the moving average stays on node 0, where no worker can read it: leave ema out": (
             policy.ema > 0 and not are_replicas(policy, nodes.policy)
         ),

@@ -172,12 +172,6 @@ class NodePolicy:
     link: str = _field(
         "FASTPS_LINK", "gloo", ("gloo", "zmq"), "What carries bytes between nodes; zmq encrypts, and needs a secret."
     )
-    homes: str = _field(
-        "FASTPS_HOMES",
-        "first",
-        ("first", "spread"),
-        "Nodes that hold weights and optimizer state: node 0, or each a share of them.",
-    )
     local_fragments: int = _field(
         "FASTPS_LOCAL_FRAGMENTS",
         1,
@@ -196,14 +190,6 @@ class NodePolicy:
     def __post_init__(self) -> None:
         for name, option in self.options().items():
             option.read(getattr(self, name), option.shown)
-        if self.homes == "spread" and self.on_node_loss == "continue":
-            raise UsageError(
-                "--homes spread (FASTPS_HOMES): a lost node takes its share of the weights with it: expected --on-node-loss"
-                " stop beside it, found continue"
-            )
-        self._check_fragments()
-
-    def _check_fragments(self) -> None:
         shown = {name: option.shown for name, option in self.options().items()}
         steps, fragments, overlap = self.local_steps, self.local_fragments, self.local_overlap
         if not steps and (fragments > 1 or overlap):
@@ -218,11 +204,6 @@ class NodePolicy:
             raise UsageError(
                 f"{shown['local_overlap']}: one exchange ends before the next begins: expected at most"
                 f" {steps // fragments} versions, which is local steps / fragments, found {overlap}"
-            )
-        if fragments > 1 and self.homes == "spread":
-            raise UsageError(
-                "--homes spread (FASTPS_HOMES): the homes of all shares exchange at the same time: expected no fragments"
-                f" beside it, found {shown['local_fragments']} {fragments}"
             )
 
     @classmethod

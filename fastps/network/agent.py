@@ -1,8 +1,8 @@
 """A node's agent: the server of the node's arena, and the only process of the node that talks to other nodes.
 
-On node 0 it also has the home arenas; with homes="spread" the agent of each node has those of its share. Worker 0 of each node
-starts it as `python -m fastps.network.agent`. It serves once the nodes have found each other and this node has the first
-weights. It ends when the node's workers have left; with home arenas it ends when all nodes have left.
+On node 0 it also has the home arenas. Worker 0 of each node starts it as `python -m fastps.network.agent`. It serves once the
+nodes have found each other and this node has the first weights. It ends when the node's workers have left; with home arenas it
+ends when all nodes have left.
 """
 
 import contextlib
@@ -33,13 +33,12 @@ from fastps.network.home_checkpoint import PartStart
 from fastps.network.leaf import Leaf, LocalLeaf, Upstream
 from fastps.network.link import LinkLostError
 from fastps.network.monitoring.report import Report
-from fastps.network.parts import Part, shares_of
+from fastps.network.parts import Part
 from fastps.network.rendezvous import Rendezvous, Requests
 from fastps.network.replica import Replica
 from fastps.network.rows import Table
 from fastps.network.serving import Serving
 from fastps.network.spare import spare_of
-from fastps.network.spread import SpreadHomes
 from fastps.network.sums import Sums
 from fastps.store.server_loop import Folds, Server, answer_as_server, run_from_order, with_rule
 from fastps.store.server_process import Order, ServerPlan, picklable
@@ -133,21 +132,17 @@ def _upstream(order: AgentOrder, layout: Layout, leaf: JobMemory, report: Report
     rendezvous = Rendezvous(nodes, order.name, layout, leaf.timeout_s, leaf.clock)
     if not nodes.is_first:
         rendezvous.check(order.hypers)
-    shares = shares_of(layout, nodes)
-    homes: list[FarHome | NearHome] = []
-    for node, share in enumerate(shares):
-        edges = rendezvous.of_home(node, share.layout)
-        if node == nodes.number:
-            homes.append(_near(order, layout, share, edges, leaf, report))
-        else:
-            homes.append(FarHome(leaf, edges, report.of_home(node)))
+    home: FarHome | NearHome
     if nodes.is_first:
+        made = Home.create(layout, nodes, leaf, order.hypers, _start(order, layout))
+        home = _served(made, rendezvous, leaf, report)
         rendezvous.publish(order.hypers)
-    only = homes[0] if len(homes) == 1 else SpreadHomes(shares, homes, 2 * nodes.policy.timeout_s)
-    with _beginning(nodes, only):
-        only.begin(Sums(leaf).weights(0))
+    else:
+        home = FarHome(leaf, rendezvous, report.of_home)
+    with _beginning(nodes, home):
+        home.begin(Sums(leaf).weights(0))
         leaf.write_halves(0)
-    return only
+    return home
 
 
 @contextlib.contextmanager
@@ -168,13 +163,13 @@ def _replica(order: AgentOrder, model: Layout, store: JobMemory, report: Report)
     rendezvous = Rendezvous(nodes, order.name, model, store.timeout_s, store.clock)
     if not nodes.is_first:
         rendezvous.check(order.hypers)
-    edges = rendezvous.of_home(0, table.layout)
+    edges = rendezvous.holding(table.layout)
     home: FarHome | NearHome
     if nodes.is_first:
         home = _served(Home.of_rows(table, nodes, store), edges, store, report)
         rendezvous.publish(order.hypers)
     else:
-        home = FarHome(store, edges, report.of_home(0))
+        home = FarHome(store, edges, report.of_home)
     groups = Groups(nodes.number, rendezvous.address, rendezvous.store, rendezvous.group_name, store.clock)
     replica = Replica(store, nodes, table, order.hypers, home, groups, report)
     with _beginning(nodes, home):
@@ -182,20 +177,11 @@ def _replica(order: AgentOrder, model: Layout, store: JobMemory, report: Report)
     return replica, home
 
 
-def _near(order: AgentOrder, layout: Layout, share: Part, edges: Rendezvous, leaf: JobMemory, report: Report) -> NearHome:
-    nodes = order.nodes
-    return _served(Home.create(share, nodes, leaf, order.hypers, _start(order, layout, share)), edges, leaf, report)
-
-
 def _served(home: Home, edges: Rendezvous, leaf: JobMemory, report: Report) -> NearHome:
     """The home on this node, with a thread for each other node."""
-    nodes = home.nodes
-    if nodes.is_first:
-        report.home = home.stores[0].arena
+    report.home = home.stores[0].arena
     others = [
-        Serving(home, node, Requests(edges, node), leaf.timeout_s, report.of_leaf(node))
-        for node in range(nodes.count)
-        if node != nodes.number
+        Serving(home, node, Requests(edges, node), leaf.timeout_s, report.of_leaf(node)) for node in range(1, home.nodes.count)
     ]
     near = NearHome(home, others)
     for serving in others:
@@ -203,12 +189,12 @@ def _served(home: Home, edges: Rendezvous, leaf: JobMemory, report: Report) -> N
     return near
 
 
-def _start(order: AgentOrder, layout: Layout, share: Part) -> Callable[[Part], StartState] | None:
+def _start(order: AgentOrder, layout: Layout) -> Callable[[Part], StartState] | None:
     """What each part's arena resumes from; None to begin with the leaf's weights. Raises CheckpointError."""
     if not order.resume:
         return None
     checkpoint = load(order.resume)
-    return lambda part: PartStart(checkpoint, layout, part.within(share))
+    return lambda part: PartStart(checkpoint, layout, part)
 
 
 def serve(order: Order) -> None:

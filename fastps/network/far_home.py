@@ -37,7 +37,7 @@ class FarHome:
     def __init__(self, leaf: JobMemory, rendezvous: Rendezvous, watch: EdgeWatch) -> None:
         self._leaf, self._rendezvous = leaf, rendezvous
         self._watch = watch
-        self._nodes, self._home = rendezvous.nodes, rendezvous.home
+        self._nodes = rendezvous.nodes
         self._floats = rendezvous.layout.buffer_floats
         self._cut = cut_of(rendezvous.layout, self._nodes.policy)
         self._session = LeafSession(secrets.randbits(64), self._cut.in_step)
@@ -61,15 +61,9 @@ class FarHome:
         return self._watch.losses
 
     def begin(self, weights: torch.Tensor) -> None:
-        """Open the edge, and take the weights to begin with. Node 0 gives them to the other homes. Raises NodeLostError."""
-
-        def once() -> None:
-            if self._nodes.is_first:
-                self._give_first(weights)
-            self._fetch(weights)
-
+        """Open the edge, and take the weights to begin with. Raises NodeLostError."""
         self._open_within(OPEN_S, OPEN_S, "it could not be reached")
-        self._until_done(once)
+        self._until_done(lambda: self._fetch(weights))
 
     def coming(self) -> tuple[int, int]:
         return (0, self._floats) if self._session.must_fetch else self._cut.span(self._session.step + 1)
@@ -147,7 +141,7 @@ class FarHome:
             raise NodeLostError(edge.failure)
         if self._has_left:
             raise self._lost(loss)
-        logger.info("node %d: the edge to node %d is lost (%s); opening another", self._nodes.number, self._home, loss)
+        logger.info("node %d: the edge to node 0 is lost (%s); opening another", self._nodes.number, loss)
         may_return = edge.may_return
         edge.abandon()
         policy = self._nodes.policy
@@ -187,9 +181,9 @@ class FarHome:
                 self._nodes.number, self._session.dropped - before,
             )  # fmt: skip
 
-    def _lost(self, reason: str) -> NodeLostError:
-        held = "the weights" if self._nodes.policy.homes == "first" else "a share of the weights"
-        return NodeLostError(f"node {self._home}, which holds {held}, was lost: {reason}", self._home)
+    @staticmethod
+    def _lost(reason: str) -> NodeLostError:
+        return NodeLostError(f"node 0, which holds the weights, was lost: {reason}", 0)
 
     def _exchange(self, header: Header, sent: Outgoing | None, before: torch.Tensor, after: torch.Tensor) -> None:
         """Send what the home does not have of the pending step, and take the weights that it grants."""
@@ -228,11 +222,6 @@ class FarHome:
         rest = (memory for number, memory in enumerate(messages) if number >= skipped)
         self._open_edge.send(chain([np.frombuffer(pack(terms), np.uint8).copy()], rest))
         self._watch.message(PUSH_SENT, self._session.step, began_ns, self._leaf.clock.now_ns())
-
-    def _give_first(self, weights: torch.Tensor) -> None:
-        self._open_edge.send_header(Header(Kind.FIRST))
-        memory = _memory(weights)
-        self._open_edge.send(memory[4 * first : 4 * last] for first, last in self._chunks(range(len(self._cut.parts))))
 
     def _fetch(self, after: torch.Tensor) -> None:
         self._open_edge.send_header(Header(Kind.FETCH))
@@ -277,7 +266,7 @@ class FarHome:
         while (answer := self._open_edge.next_header(_LISTEN_S)) is None:
             if deadline.is_over(clock.now_ns()):
                 raise TimeoutExceededError(
-                    f"node {self._nodes.number} waited {self._leaf.timeout_s:g} s for the weights of node {self._home}, which"
+                    f"node {self._nodes.number} waited {self._leaf.timeout_s:g} s for the weights of node 0, which"
                     " may wait for a slower node; raise FASTPS_TIMEOUT if it is only slow"
                 )
         if answer.kind == Kind.FAILED:

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from fastps.errors import Error, NodeLostError
+from fastps.job.layout import Layout
 from fastps.job.nodes import Nodes
 from fastps.job.update_rules import Hyper
 from fastps.kernels.shm.arena import LANE_FREE
@@ -26,8 +27,6 @@ from fastps.network.session import HomeSession
 from fastps.network.sums import Outgoing, Terms
 from fastps.store.store import StartState, Store
 from fastps.store.worker import Worker
-
-_LOOK_S = 0.1
 
 
 class NodeLanes:
@@ -152,13 +151,12 @@ class NodeLanes:
 
 @dataclass
 class Home:
-    """The home arenas of one node: of the whole model on node 0, or with homes="spread" of the node's share."""
+    """The home arenas, which node 0 has: one for each part of the model."""
 
     cut: Cut
     stores: list[Store]
     nodes: Nodes
     is_closing: threading.Event = field(default_factory=threading.Event)  # node 0 has left: no lost node can join again
-    has_first: threading.Event = field(default_factory=threading.Event)  # the arenas have node 0's weights to begin with
     failure: str = ""  # why a job that ends with a lost node ends
     # For each node what tells it of a loss.
     to_tell: dict[int, Callable[[], None]] = field(default_factory=dict)
@@ -172,11 +170,11 @@ class Home:
 
     @staticmethod
     def create(
-        share: Part, nodes: Nodes, leaf: JobMemory, hypers: list[Hyper], resume: "Callable[[Part], StartState] | None" = None
+        layout: Layout, nodes: Nodes, leaf: JobMemory, hypers: list[Hyper], resume: "Callable[[Part], StartState] | None" = None
     ) -> "Home":
-        """Make a share's arenas, with the leaf's weights of version 0, or with the state that `resume` gives for each part."""
-        home = Home(cut_of(share.layout, nodes.policy), [], nodes)
-        first = np.frombuffer(leaf.memory, np.float32, share.last - share.first, leaf.arena.weights_offset(0) + 4 * share.first)
+        """Make a model's arenas, with the leaf's weights of version 0, or with the state that `resume` gives for each part."""
+        home = Home(cut_of(layout, nodes.policy), [], nodes)
+        first = np.frombuffer(leaf.memory, np.float32, layout.buffer_floats, leaf.arena.weights_offset(0))
         try:
             for number, part in enumerate(home.cut.parts):
                 state = resume(part) if resume is not None else None
@@ -184,8 +182,6 @@ class Home:
         except BaseException:
             home.close()
             raise
-        if nodes.is_first or resume is not None:
-            home.has_first.set()
         return home
 
     @staticmethod
@@ -196,21 +192,7 @@ class Home:
             store_name(leaf.job, 0), part, np.zeros(table.layout.buffer_floats, np.float32), leaf, [Hyper(0.0)], None
         )
         store.combining = RowFolds
-        home = Home(Cut([part]), [store], nodes, table=table)
-        home.has_first.set()
-        return home
-
-    def first_weights(self) -> list[Memory]:
-        """The memory of the weights to begin with, to be written before `has_first` is set."""
-        return [
-            np.frombuffer(store.memory, np.uint8, 4 * store.layout.buffer_floats, store.arena.weights_offset(0))
-            for store in self.stores
-        ]
-
-    def await_first(self, look: Callable[[], None]) -> None:
-        """Wait for the weights to begin with. `look` raises what ends the wait."""
-        while not self.has_first.wait(_LOOK_S):
-            look()
+        return Home(Cut([part]), [store], nodes, table=table)
 
     def attach(self, node: int, incarnation: int = 0) -> NodeLanes:
         """Take a node's lanes for an agent. A lost node's lanes can be taken again if the job goes on. Raises AttachError."""
@@ -292,8 +274,7 @@ class NearHome:
         return self._home.losses
 
     def begin(self, weights: torch.Tensor) -> None:
-        """Write the weights to begin with, once they have come. Raises NodeLostError."""
-        self._home.await_first(self.check)
+        """Write the weights to begin with. Raises NodeLostError."""
         self._copy_weights(self._lanes.pulled(), weights)
 
     def coming(self) -> tuple[int, int]:

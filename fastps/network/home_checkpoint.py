@@ -1,8 +1,7 @@
 """Checkpoints of a job of several nodes: a home's own workers copy its arenas, and new homes begin with what was copied.
 
 The files are those of a job of one node. A model that is cut into parts is put together when it is saved, and cut again when
-the job resumes, into as many parts as it then has. With homes="spread" each node's workers copy its own home, whose parameters
-are ranges of the model's, and the checkpoint's reader puts the shares together.
+the job resumes, into as many parts as it then has.
 """
 
 from collections.abc import Iterator, Mapping
@@ -12,7 +11,6 @@ from typing import Any, ClassVar
 import numpy as np
 
 from fastps.checkpoint.format import Array, Checkpoint, described, planes_of, shaped
-from fastps.checkpoint.loading import share_folder
 from fastps.checkpoint.snapshot import PinnedVersion, VersionInUseError
 from fastps.errors import TimeoutExceededError
 from fastps.job.layout import Layout
@@ -26,31 +24,14 @@ _POLL_NS = 1_000_000
 _LEVEL_NS = 1_000_000_000  # parts pass through a version one after the other; they are level between two steps of this node
 
 
-@dataclass(frozen=True)
-class Share:
-    """What a saved share says of itself: the model, the number of its node, how many there are, and the run that wrote it."""
-
-    model: Layout
-    number: int
-    count: int
-    run: str
-
-    def described(self) -> dict[str, Any]:
-        """Its part of the checkpoint's JSON file."""
-        whole = [{**described(each), "stride": list(each.stride)} for each in self.model.parameters]
-        return {"run": self.run, "whole": whole}
-
-
 class HomeView:
-    """The arenas of this node's home as its workers see them. It connects when it is first used.
-
-    `layout` is what the home holds; `share` is given if that is not the whole model.
+    """The home's arenas as the workers of node 0 see them. It connects when it is first used.
 
     Raises AttachError if the agent does not answer.
     """
 
-    def __init__(self, layout: Layout, worker: Worker, share: Share | None = None) -> None:
-        self._layout, self._worker, self._share = layout, worker, share
+    def __init__(self, layout: Layout, worker: Worker) -> None:
+        self._layout, self._worker = layout, worker
         self._parts = parts_of(layout)
         self._stores: list[Store] = []
 
@@ -75,10 +56,10 @@ class HomeView:
         clock = self._worker.store.clock
         began_ns = clock.now_ns()
         while True:
-            pinned = PinnedParts(self._layout, self._parts, self._share)
+            pinned = PinnedParts(self._layout, self._parts)
             try:
                 for arena in self._arenas():
-                    home = arena, self._share.number if self._share else 0  # this node's lane there, which the agent owns
+                    home = arena, 0  # this node's lane there, which the agent owns
                     pinned.versions.append(PinnedVersion(self._worker, param_groups, extra, waits=waits, home=home))
                 if pinned.is_level:
                     return pinned
@@ -107,14 +88,9 @@ class PinnedParts:
 
     _layout: Layout
     _parts: list[Part]
-    _share: Share | None
     versions: list[PinnedVersion] = field(default_factory=list)  # of each part
 
     holds_locks: ClassVar[bool] = False
-
-    @property
-    def share(self) -> str:
-        return share_folder(self._share.number, self._share.count) if self._share is not None else ""
 
     @property
     def is_level(self) -> bool:
@@ -123,8 +99,6 @@ class PinnedParts:
     @property
     def description(self) -> dict[str, Any]:
         first = dict(self.versions[0].description)
-        if self._share is not None:
-            first["share"] = self._share.described()
         if len(self._parts) == 1:
             return first
         steps: dict[int, int] = {}

@@ -14,7 +14,7 @@ from fastps.errors import ProtocolError
 from fastps.job.secret import HOW_TO_GIVE
 
 HEADER_BYTES = 512
-WIRE_VERSION = 3
+WIRE_VERSION = 4
 _MAGIC = 0x73704661
 _FORMAT = struct.Struct("<IHHIqd32sQQIQIqH")
 _TEXT_BYTES = HEADER_BYTES - _FORMAT.size
@@ -24,12 +24,11 @@ class Kind(enum.IntEnum):
     """The kind of a message.
 
     HELLO opens an edge. The home answers WELCOME if the node gets a new lane, RESUME if it goes on with its own, and REFUSED
-    if it cannot join. FIRST brings a home on another node than node 0 the weights that the job begins with. FETCH asks for the
-    weights of a new lane. PUSH announces a sum and NULL a step without one; WEIGHTS answers all three. BEAT shows that the
-    sender lives, and has its figures. LEAVE says that a node makes no more steps; WEIGHTS answers it when all nodes have left,
-    and DONE says that these have come. REOPEN says that the sender has closed the edge and will open another. LOST says that
-    another node was lost, without which the job goes on. FAILED ends an edge for good, with a reason. In a job with a secret,
-    CHALLENGE and PROOF come before HELLO.
+    if it cannot join. FETCH asks for the weights of a new lane. PUSH announces a sum and NULL a step without one; WEIGHTS
+    answers all three. BEAT shows that the sender lives, and has its figures. LEAVE says that a node makes no more steps;
+    WEIGHTS answers it when all nodes have left, and DONE says that these have come. REOPEN says that the sender has closed the
+    edge and will open another. LOST says that another node was lost, without which the job goes on. FAILED ends an edge for
+    good, with a reason. In a job with a secret, CHALLENGE and PROOF come before HELLO.
     """
 
     HELLO = 1
@@ -47,8 +46,7 @@ class Kind(enum.IntEnum):
     DONE = 13
     CHALLENGE = 14
     PROOF = 15
-    FIRST = 16
-    LOST = 17
+    LOST = 16
 
 
 @dataclass(frozen=True)

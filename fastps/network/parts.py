@@ -5,9 +5,6 @@ parameter, because update rules work float by float; rules that sum over a param
 under a discipline whose versions contain the pushes of all nodes: all parts then make the same decisions. Under other
 disciplines parts could fold different pushes, but a worker must read weights of one version.
 
-With homes="spread" every node has a home, and each home has a share of the model: one range of floats, cut into parts like a
-whole model.
-
 With `local_fragments` every step carries one part, in turn. Each part then decides by itself, under any discipline, because the
 node goes on with weights of several versions anyway.
 """
@@ -17,7 +14,6 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from fastps.job.layout import Layout, Parameter
-from fastps.job.nodes import Nodes
 from fastps.job.options import NodePolicy
 from fastps.job.wire import part_count
 from fastps.network.edge import CHUNK_FLOATS
@@ -33,11 +29,6 @@ class Part:
     last: int
     layout: Layout  # of the part's own arena, with offsets from the part's first float
     parameters: range  # the numbers of the parameters that the part has, some of them not whole
-
-    def within(self, share: "Part") -> "Part":
-        """This part of a share as a part of the whole model."""
-        parameters = range(share.parameters.start + self.parameters.start, share.parameters.start + self.parameters.stop)
-        return Part(share.first + self.first, share.first + self.last, self.layout, parameters)
 
 
 @dataclass(frozen=True)
@@ -93,17 +84,6 @@ def parts_of(layout: Layout) -> list[Part]:
         return [whole(layout)]
     edges = [round(chunks * part / count) * CHUNK_FLOATS for part in range(count)] + [floats]
     return [_part(layout, first, last) for first, last in pairwise(edges)]
-
-
-def shares_of(layout: Layout, nodes: Nodes) -> list[Part]:
-    """The range of each home, by the number of its node: the whole model for node 0, or ranges of about equal length.
-
-    A model of few floats has fewer homes than nodes.
-    """
-    floats, homes = layout.buffer_floats, nodes.count if nodes.policy.homes == "spread" else 1
-    if homes == 1 or floats <= _ALIGNED_FLOATS:
-        return [whole(layout)]
-    return [_part(layout, first, last) for first, last in _even_ranges(floats, homes)]
 
 
 def _even_ranges(floats: int, count: int) -> Iterator[tuple[int, int]]:

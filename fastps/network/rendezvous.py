@@ -6,7 +6,6 @@ Agents use the store only to join. Open edges do not need it.
 import copy
 import json
 import logging
-import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from datetime import timedelta
@@ -46,17 +45,17 @@ class Rendezvous:
 
     def __init__(self, nodes: Nodes, name: str, layout: Layout, timeout_s: float, clock: Clock) -> None:
         self.nodes, self.clock = nodes, clock
-        self.layout, self.home = layout, 0  # what a home holds, and its node: edges lead there
+        self.layout = layout  # what the home holds
         self._name = name
         self._timeout_s = timeout_s
         self._address = own_address(nodes.host, nodes.port, nodes.interface, nodes.trusts_network)
         self._secret = secret_of_environment()
         self._port = OpenPort(self._address)
 
-    def of_home(self, home: int, layout: Layout) -> "Rendezvous":
-        """The same for edges to another node's home, which holds `layout`."""
+    def holding(self, layout: Layout) -> "Rendezvous":
+        """The same for edges to a home that holds `layout`."""
         found = copy.copy(self)
-        found.home, found.layout = home, layout
+        found.layout = layout
         return found
 
     def store(self, timeout_s: float | None = None) -> Store:
@@ -169,7 +168,7 @@ class Rendezvous:
         node = self.nodes.number
         try:
             store = self.store(timeout_s)
-            epoch = int(store.add(self.epoch_key(node), 1))
+            epoch = int(store.add(epoch_key(node), 1))
         except (NodeLostError, RuntimeError) as error:
             raise UnreachableError(reason_of(error)) from error
         edge = self.open(store, node, epoch, 1, _OPEN_SHARE * timeout_s)
@@ -177,24 +176,24 @@ class Rendezvous:
             self.prove(edge, node, epoch, timeout_s, is_home=False)
             edge.send_header(replace(hello, kind=Kind.HELLO, layout=self.layout.digest(), weight=self.nodes.local_workers))
             answer = edge.next_header(timeout_s)
-            edge.is_over = self.end_of(store, self.home)
+            edge.is_over = self.end_of(store, 0)
         except BaseException:
             edge.abandon()
             raise
         if answer is None or answer.kind not in (Kind.WELCOME, Kind.RESUME):
             edge.abandon()
-            silent = f"node {self.home} did not answer within {timeout_s:g} s"
+            silent = f"node 0 did not answer within {timeout_s:g} s"
             raise RefusedError(answer.reason) if answer else LinkLostError(silent)
         return edge, answer
 
     def prove(self, edge: Edge, node: int, epoch: int, timeout_s: float, *, is_home: bool) -> None:
         """If the job has a secret, let both sides of an edge prove that they know it. Raises LinkLostError, RefusedError."""
-        name = EdgeName(self._name, self.home, node, epoch, self.layout.digest())
+        name = EdgeName(self._name, node, epoch, self.layout.digest())
         prove(edge, self._secret, name, is_home=is_home, timeout_s=timeout_s)
 
     def open(self, store: Store, node: int, epoch: int, side: int, timeout_s: float) -> Edge:
         """Open one side of an edge: 0 for the home, 1 for the node. Raises LinkLostError."""
-        name = f"edge/{self.home}-{node}/{epoch}"
+        name = f"edge/{node}/{epoch}"
         control = self._link(store, f"{name}/control", side, timeout_s, HEADER_BYTES)
         try:
             data = self._link(store, f"{name}/data", side, timeout_s, LARGEST_MESSAGE)
@@ -202,10 +201,6 @@ class Rendezvous:
             control.close()
             raise
         return Edge(control, data, self.nodes.policy.timeout_s)
-
-    def epoch_key(self, node: int) -> str:
-        """The key at which a node counts the edges that it has asked for."""
-        return f"epoch/{self.home}-{node}"
 
     def _link(self, store: Store, name: str, side: int, timeout_s: float, largest: int) -> Link:
         if self.nodes.policy.link == "gloo":
@@ -270,7 +265,7 @@ class Requests:
         try:
             if self.epoch == 0 and self._is_first:
                 self._check_that_it_may_come(store)
-            epoch = int(store.add(self._rendezvous.epoch_key(self._node), 0))
+            epoch = int(store.add(epoch_key(self._node), 0))
         except RuntimeError:  # the connection was reset
             self._store = None
             return None
@@ -296,18 +291,14 @@ def _table_of(data: bytes) -> dict[str, object]:
         return {}
 
 
-def agree_on_run(nodes: Nodes, name: str, timeout_s: float) -> str:
-    """A name of this run of a job that no other run has, the same on all nodes. Raises AttachError."""
-    store = PrefixStore(f"fastps/{name}", connect_store(nodes.host, nodes.port, timeout_s))
-    try:
-        return str(store.compare_set("run", "", secrets.token_hex(8)).decode("utf-8", "replace"))
-    except RuntimeError as error:
-        raise AttachError(f"the rendezvous at {nodes.host}:{nodes.port} was lost: {reason_of(error)}") from error
-
-
 def open_s(nodes: Nodes, epoch: int) -> float:
     """The longest time that an edge takes to open: the first may wait for a busy machine, the others repair a running job."""
     return OPEN_S if epoch <= 1 else nodes.policy.timeout_s / 2
+
+
+def epoch_key(node: int) -> str:
+    """The key at which a node counts the edges that it has asked for."""
+    return f"epoch/{node}"
 
 
 def _port_key(node: int) -> str:

@@ -101,11 +101,11 @@ class Replica:
         def first() -> Iterator[VersionBuffers]:
             yield VersionBuffers(0, 0, 0, 0)
 
-        self._settle(Own(RowKind.JOIN, first))
+        self._agree(Own(RowKind.JOIN, first))
 
     def start(self, spare: Spare) -> None:
         """Wait until the workers of all nodes have attached; those of this node have."""
-        while any(row.kind == RowKind.JOIN for row in self._settle(Own(RowKind.START, spare)).rows.values()):
+        while any(row.kind == RowKind.JOIN for row in self._agree(Own(RowKind.START, spare)).rows.values()):
             pass
         self._rooms.have_started = True
 
@@ -114,7 +114,7 @@ class Replica:
         with contextlib.suppress(GroupLostError):  # the next rows show that
             self._sums.begin_early()
         if number := self._rooms.due():
-            while not self._settle(Own(RowKind.BUFFERS, spare)).has_buffers:
+            while not self._agree(Own(RowKind.BUFFERS, spare)).has_buffers:
                 pass
             self._rooms.gathered = number
 
@@ -128,13 +128,13 @@ class Replica:
         losses = [float(self._store.arena.counters(push.lane)["loss"]) for push in pushes]
         loss = sum(losses) / len(losses) if losses else math.nan
         own = Own(RowKind.STEP, lambda: contextlib.nullcontext(buffers), pushes, terms, samples, loss)
-        return self._settle(own).told
+        return self._agree(own).told
 
     def finish(self, spare: Spare) -> None:
         """Make the versions of the other nodes, until the workers of all have left."""
         kind = RowKind.LEFT
         while True:
-            outcome = self._settle(Own(kind, spare))
+            outcome = self._agree(Own(kind, spare))
             kinds = {row.kind for row in outcome.rows.values()}
             if kinds == {RowKind.END}:
                 self._rooms.gathered = FINAL
@@ -154,8 +154,8 @@ class Replica:
 
     # -- an exchange of rows, and what follows from it ---------------------------------------------------
 
-    def _settle(self, own: Own) -> Outcome:
-        """Exchange rows until this node's own has counted. Raises NodeLostError, ProtocolError."""
+    def _agree(self, own: Own) -> Outcome:
+        """Exchange rows until this node's own has counted, and do what they say. Raises NodeLostError, ProtocolError."""
         losses = 0
         while True:
             if own.kind == RowKind.STEP:

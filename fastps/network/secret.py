@@ -21,10 +21,9 @@ NONCE_BYTES = 32
 
 @dataclass(frozen=True)
 class EdgeName:
-    """What names one edge: the job, the home, the node at its leaf's end, its epoch, and the digest of the layout."""
+    """What names one edge: the job, the node at its leaf's end, its epoch, and the digest of the layout."""
 
     job: str
-    home: int
     node: int
     epoch: int
     layout: bytes
@@ -70,7 +69,7 @@ def prove(edge: Edge, secret: Secret | None, name: EdgeName, *, is_home: bool, t
 
 
 def _proof(secret: Secret, name: EdgeName, prover: str, nonces: bytes) -> Header:
-    code = mac(secret, "edge", prover, nonces, name.job, name.home, name.node, name.epoch, name.layout)
+    code = mac(secret, "edge", prover, nonces, name.job, name.node, name.epoch, name.layout)
     return Header(Kind.PROOF, layout=name.layout, text=code)
 
 

@@ -223,8 +223,6 @@ class Serving(threading.Thread):
             lanes.check_peers()
         elif header.kind == Kind.FETCH:
             self._send_first(edge, lanes)
-        elif header.kind == Kind.FIRST and self._node == 0:
-            self._take_first(edge)
         elif header.kind == Kind.LEAVE:
             self._answer(edge, 0, lanes.last(), None)
             self._has_final = True
@@ -238,21 +236,8 @@ class Serving(threading.Thread):
             raise LinkLostError(f"node {self._node} sent {header.kind.name}, which no leaf sends now")
         return True
 
-    def _take_first(self, edge: Edge) -> None:
-        """Receive the weights that the job begins with. Those that come again are thrown away."""
-        home, thrown_away = self._home, np.zeros(CHUNK_BYTES, np.uint8)
-        chunks = (chunk for memory in home.first_weights() for chunk in chunks_of(memory))
-        edge.receive(thrown_away[: len(chunk)] if home.has_first.is_set() else chunk for chunk in chunks)
-        home.has_first.set()
-
     def _send_first(self, edge: Edge, lanes: NodeLanes) -> None:
         """Send the weights with which a new lane begins, never rounded."""
-
-        def look() -> None:
-            edge.check()
-            self._home.check()
-
-        self._home.await_first(look)
         if self._sent:
             held = np.concatenate([memory.view(np.float32) for _, memories in lanes.pulled() for memory in memories])
             for sent, (first, last) in zip(self._sent, lanes.cut.spans, strict=True):

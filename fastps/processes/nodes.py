@@ -78,11 +78,6 @@ class NodeOptions:
                 "with --local-steps each node has an optimizer's state of its own, which no checkpoint has: expected no"
                 " --checkpoint and --resume beside it; save the model after wait_for_others()"
             )
-        if self.policy.homes == "spread" and self.policy.within != "bsp" and options.checkpoint:
-            raise UsageError(
-                "with --homes spread the nodes save shares of the same versions, which only --within bsp makes sure of:"
-                f" expected no --checkpoint beside --within {self.policy.within}"
-            )
 
     @property
     def number(self) -> int:

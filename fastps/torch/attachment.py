@@ -128,7 +128,7 @@ class Attachment:
         if self.carries:
             self.carried.bring(slot)
         if self.early is not None:
-            self.early.settle(slot, scale, is_null=is_null)
+            self.early.announce(slot, scale, is_null=is_null)
 
     def after_fold(self) -> None:
         """This worker's own fold has shown other memory as the parameters, and shows this worker's again."""

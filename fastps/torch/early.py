@@ -1,8 +1,8 @@
 """Marks of the parts of a push that are in the slot already, so that an agent sums them over the nodes during backward.
 
-A part may be marked before its gradients are final: a script may scale, clip or accumulate after its hook has run. So `settle`
-says before the push which marked parts count in another form, by the version counters of the gradients, and these are summed
-again. A write through `.data`, which torch does not count, is not noticed.
+A part may be marked before its gradients are final: a script may scale, clip or accumulate after its hook has run. So
+`announce` says before the push which marked parts count in another form, by the version counters of the gradients, and these
+are summed again. A write through `.data`, which torch does not count, is not noticed.
 """
 
 from typing import Any
@@ -64,7 +64,7 @@ class EarlyMarks:
             self._marked = marked
             self._lane.mark(marked)
 
-    def settle(self, slot: int, scale: float, *, is_null: bool) -> None:
+    def announce(self, slot: int, scale: float, *, is_null: bool) -> None:
         """Say which of the marked parts the next push, of this slot, has in another form than they had."""
         marked = self._marked if self._posts == self._lane.posts else 0
         stale = 0

@@ -182,11 +182,9 @@ class DistributedOptimizer(OptimizerState):
         if worker.begun_at:  # torch would warn of a schedule that the script steps to where the job is
             self._opt_called = True
         if checkpointing is not None:
-            run, exact, version = self.run, self._placement.saves_share, partial(self._placement.saved_version, worker)
-            pin = partial(self.pin_whole_version, {}, waits=exact) if self._placement.saves else None
-            self._job.checkpointing = Checkpointing(
-                worker, *checkpointing, pin, self.model_buffers, version, run=run, exact=exact
-            )
+            pin = partial(self.pin_whole_version, {}, waits=False) if self._placement.saves else None
+            version = partial(self._placement.saved_version, worker)
+            self._job.checkpointing = Checkpointing(worker, *checkpointing, pin, self.model_buffers, version, run=self.run)
 
     def _take_advice(self, warm_up: WarmUp) -> None:
         """End the warm-up: continue under the discipline that it recommends, in a new arena if the discipline changes."""

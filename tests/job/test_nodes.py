@@ -55,7 +55,6 @@ def test_a_wrong_value_is_named(environment: Environment, name: str, value: str,
     ({"local_overlap": 1}, "--local-overlap (FASTPS_LOCAL_OVERLAP): expected --local-steps"),
     ({"local_steps": 10, "local_fragments": 4}, "expected a divisor of the 10 local steps, found 4"),
     ({"local_steps": 10, "local_fragments": 5, "local_overlap": 3}, "expected at most 2 versions"),
-    ({"local_steps": 10, "local_fragments": 2, "homes": "spread"}, "expected no fragments beside it"),
 ])  # fmt: skip
 def test_fragments_that_do_not_fit_are_refused(values: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=re.escape(message)):

@@ -150,11 +150,10 @@ def _until_lost(then: Callable[[], Any]) -> Any:
     return None
 
 
-@pytest.mark.parametrize(("victim", "homes"), [(1, "first"), pytest.param(0, "spread", marks=pytest.mark.slow)])
-def test_a_killed_node_is_named_everywhere_at_once(victim: int, homes: str, tmp_path: Path) -> None:
-    """Node 0 has all weights, or each node has a share."""
+@pytest.mark.parametrize("victim", [1, pytest.param(0, marks=pytest.mark.slow)])
+def test_a_killed_node_is_named_everywhere_at_once(victim: int, tmp_path: Path) -> None:
     with nodes.rendezvous() as port:
-        variables = {"FASTPS_NODE_TIMEOUT": "10", "FASTPS_HOMES": homes}
+        variables = {"FASTPS_NODE_TIMEOUT": "10"}
         children = nodes.start((1, 1), port, lambda rank: _until_lost((tmp_path / str(rank)).touch), variables)
         nodes.await_files(tmp_path, 2)
         agents = nodes.agents()
@@ -178,7 +177,7 @@ def test_an_edge_that_is_lost_while_it_first_opens_is_opened_again(monkeypatch: 
 
     def open_and_lose(self: GlooLink, store: Store, name: str, side: int, address: str, timeout_s: float) -> None:
         opened(self, store, name, side, address, timeout_s)
-        if side == 0 and name == "edge/0-1/1/data":
+        if side == 0 and name == "edge/1/1/data":
             self.close()
             raise LinkLostError(f"link {name}: planted")
 
@@ -258,8 +257,8 @@ def test_a_node_with_another_model_is_told_what_differs() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("homes", "shorter"), [("first", 1), ("spread", 0)])
-def test_a_node_with_more_steps_does_not_wait_for_one_that_has_left(homes: str, shorter: int) -> None:
+@pytest.mark.parametrize("shorter", [0, 1])
+def test_a_node_with_more_steps_does_not_wait_for_one_that_has_left(shorter: int) -> None:
     """The model has several parts, and the node with fewer steps leaves all of them at once."""
 
     def work(rank: int) -> Any:
@@ -269,7 +268,7 @@ def test_a_node_with_more_steps_does_not_wait_for_one_that_has_left(homes: str, 
             optimizer.wait_for_others()
             return set(weights.tolist()[:: 1 << 18])
 
-    assert nodes.train((1, 1), work, FASTPS_HOMES=homes) == [{-7.0}, {-7.0}]
+    assert nodes.train((1, 1), work) == [{-7.0}, {-7.0}]
 
 
 @pytest.mark.slow

@@ -17,7 +17,6 @@ pytestmark = pytest.mark.slow
 
 STEPS, SAVED = 8, 4
 SMALL, LARGE = (12, 7), (1500, 2100)  # the large model has several parts under bsp
-SPREAD = {"FASTPS_HOMES": "spread"}
 HOME = {"FASTPS_LINK": "zmq", "FASTPS_SECRET": "a secret of 22 letters"}  # floats that are encrypted go to a home
 Optimizers = Callable[[Any], torch.optim.Optimizer]
 ADAM: Optimizers = lambda parameters: torch.optim.Adam(parameters, lr=0.01)  # noqa: E731
@@ -32,13 +31,10 @@ def _model(shape: tuple[int, int]) -> torch.nn.Module:
 
 def _save(optimizer: fastps.DistributedOptimizer, folder: Path, rank: int) -> None:
     """Save on the workers that may. Under bsp the others make no version meanwhile. With replicas, any worker may."""
-    is_spread = os.environ.get("FASTPS_HOMES") == "spread"
-    has_home = is_spread or os.environ.get("FASTPS_LINK") == "zmq"
-    if rank == 0 or (is_spread and os.environ["FASTPS_LOCAL_RANK"] == "0"):
+    if rank == 0:
         fastps.save(optimizer, folder, extra={"note": 5})
-    elif has_home:
-        place = "the first worker of every node" if is_spread else "a worker of node 0"
-        with pytest.raises(fastps.UnsupportedError, match=f"save on {place}"):
+    elif os.environ.get("FASTPS_LINK") == "zmq":
+        with pytest.raises(fastps.UnsupportedError, match="save on a worker of node 0"):
             fastps.save(optimizer, folder)
 
 
@@ -88,14 +84,11 @@ def _check(checkpoint: fastps.Checkpoint, shape: tuple[int, int], make: Optimize
     pytest.param((1, 1), LARGE, AMSGRAD, {}, id="1+1, replicas of several parts"),
     pytest.param((1, 2), SMALL, NADAM, HOME, id="1+2, a home of one part"),
     pytest.param((1, 1), LARGE, AMSGRAD, HOME, id="1+1, a home of several parts"),
-    pytest.param((2, 1, 1), LARGE, ADAM, SPREAD, id="2+1+1, several parts of shares"),
 ])  # fmt: skip
 def test_a_resumed_job_ends_with_the_bits_of_one_that_went_on(
     counts: tuple[int, ...], shape: tuple[int, int], make: Optimizers, variables: dict[str, str], tmp_path: Path
 ) -> None:
     whole = nodes.train(counts, _work(shape, tmp_path, make=make), **variables)
-    if variables == SPREAD:
-        assert sorted(folder.name for folder in tmp_path.iterdir()) == [f"share-{number}-of-3" for number in range(3)]
     checkpoint = fastps.load(tmp_path)
     assert (checkpoint.version, checkpoint.extra["note"]) == (SAVED, 5)
     assert checkpoint.buffers()["1.num_batches_tracked"] == SAVED
@@ -116,9 +109,9 @@ def test_periodic_checkpoints_have_one_version_of_all_parts_and_are_resumed_with
     assert resumed == [(checkpoint.version, digest) for _, digest in whole]
 
 
-def test_one_process_one_home_and_shares_go_on_from_each_others_checkpoints(tmp_path: Path) -> None:
+def test_one_process_a_home_and_replicas_go_on_from_each_others_checkpoints(tmp_path: Path) -> None:
     """Sums of one process have another order; jobs of the same workers end with the same bits, wherever the weights are."""
-    alone, shares, one_home = tmp_path / "alone", tmp_path / "shares", tmp_path / "one home"
+    alone, replicas, one_home = tmp_path / "alone", tmp_path / "replicas", tmp_path / "one home"
     model, job = _model(SMALL), f"alone-{os.getpid()}"
     with fastps.DistributedOptimizer(ADAM(model.parameters()), model=model, job=job, rank=0, workers=1) as optimizer:
         for _ in range(2):
@@ -126,9 +119,9 @@ def test_one_process_one_home_and_shares_go_on_from_each_others_checkpoints(tmp_
             optimizer.step()
         fastps.save(optimizer, alone)
     ends = [
-        nodes.train((1, 1), _work(SMALL, shares, 4), FASTPS_RESUME=str(alone), **SPREAD),
-        nodes.train((1, 1), _work(SMALL, one_home, 6), FASTPS_RESUME=str(shares)),
-        nodes.train((1, 1), _work(SMALL), FASTPS_RESUME=str(one_home), **SPREAD),
+        nodes.train((1, 1), _work(SMALL, replicas, 4), FASTPS_RESUME=str(alone)),
+        nodes.train((1, 1), _work(SMALL, one_home, 6), FASTPS_RESUME=str(replicas), **HOME),
+        nodes.train((1, 1), _work(SMALL), FASTPS_RESUME=str(one_home)),
     ]
     assert [[begun for begun, _ in end] for end in ends] == [[2, 2], [4, 4], [6, 6]]
     assert len({digest for end in ends for _, digest in end}) == 1
@@ -137,12 +130,3 @@ def test_one_process_one_home_and_shares_go_on_from_each_others_checkpoints(tmp_
     with fastps.DistributedOptimizer(inner, model=resumed, job=job, rank=0, workers=1, resume=one_home) as optimizer:
         assert (optimizer.version, optimizer.worker.steps) == (6, 6)
     assert fastps.load(one_home).description["workers"] == 2
-
-
-def test_periodic_shares_are_of_the_same_versions(tmp_path: Path) -> None:
-    variables = {"FASTPS_CHECKPOINT": str(tmp_path), "FASTPS_CHECKPOINT_EVERY": "3"}
-    nodes.train((2, 1), _work(SMALL, steps=20), **variables, **SPREAD)
-    for number in range(2):
-        folders = sorted((tmp_path / f"share-{number}-of-2").iterdir())
-        assert [fastps.load(folder).version for folder in folders] == [12, 15, 18]
-    assert fastps.load(tmp_path).version == 18

@@ -15,7 +15,7 @@ from fastps.job.update_rules import SGD, Hyper
 from fastps.network.edge import Edge
 from fastps.network.link import LinkLostError, RefusedError, UnreachableError
 from fastps.network.messages import Header, Kind
-from fastps.network.rendezvous import Rendezvous, Requests
+from fastps.network.rendezvous import Rendezvous, Requests, epoch_key
 from fastps.system.clock import SYSTEM_CLOCK
 from fastps.system.ports import free_port
 
@@ -44,7 +44,7 @@ def _requests(port: int, length: int = 4, timeout_s: float = 60.0) -> Requests:
     """The requests of node 1 that come from now on."""
     home = _side(port, 0, length, timeout_s)
     found = Requests(home, 1)
-    found.epoch = int(home.store(60.0).add(home.epoch_key(1), 0))
+    found.epoch = int(home.store(60.0).add(epoch_key(1), 0))
     return found
 
 
@@ -95,7 +95,7 @@ def test_node_that_says_nothing_is_not_refused(port: int) -> None:
         home = pool.submit(_answer, _requests(port, timeout_s=20.0), lambda edge: None)
         node = _side(port, 1)
         store = node.store(60.0)
-        epoch = int(store.add(node.epoch_key(1), 2))  # a later request waits for a shorter time
+        epoch = int(store.add(epoch_key(1), 2))  # a later request waits for a shorter time
         edge = node.open(store, 1, epoch, 1, 5.0)
         with pytest.raises(LinkLostError) as caught:
             while edge.next_header(0.1) is None:

@@ -16,7 +16,7 @@ from tests.network.conftest import Pair, both, reason_of
 from tests.support import nodes, processes
 
 FIRST, OTHER = Secret(b"the first secret text"), Secret(b"another secret text!!")
-NAME = EdgeName("job", 0, 1, 3, bytes(range(32)))
+NAME = EdgeName("job", 1, 3, bytes(range(32)))
 
 
 @dataclass

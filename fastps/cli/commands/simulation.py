@@ -100,12 +100,12 @@ def simulate(
     simulation = read_simulation(texts, workers=workers, steps=steps, leave=leave, batch=batch_size, cores=cores, seed=seed)
     runs = [(policy, simulation) for policy in policies]
     if links is None:
-        options.check_beside(context, "--links", "parameters", "link_dtype", "homes")
+        options.check_beside(context, "--links", "parameters", "link_dtype")
     else:
         if parameters is None:
             raise UsageError("--links: expected --parameters beside it, such as 25e6, or a checkpoint")
         found = read_links(links)
-        model = ModelOnNodes(options.parameters_of(parameters), workers, given["link_dtype"], given["homes"])
+        model = ModelOnNodes(options.parameters_of(parameters), workers, given["link_dtype"])
         runs = [on_links(simulation, policy, found, model) for policy in policies]
     if trace is not None and len(policies) > 1:
         raise UsageError(f"--trace records one run: expected one spec, found {len(policies)}")

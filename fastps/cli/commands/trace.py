@@ -228,7 +228,7 @@ def advise(
     if links is None and len(files) != 1:
         raise UsageError(f"expected one trace, or --links with one trace for each node, found {len(files)} traces")
     if links is None:
-        check_beside(context, "--links", "nodes", "link_dtype", "homes")
+        check_beside(context, "--links", "nodes", "link_dtype")
     elif train is not None:
         raise UsageError("--train: expected the trace of one node, found --links beside it")
 
@@ -277,7 +277,7 @@ def _of_nodes(context: typer.Context) -> Advice:
     if given["cores"]:
         raise UsageError("--cores: a node keeps the cores that the recorded run had: expected no --links beside it")
     traces, links = [load(file) for file in given["files"]], read_links(given["links"])
-    model = model_of(traces, given["nodes"], given["link_dtype"], given["homes"])
+    model = model_of(traces, given["nodes"], given["link_dtype"])
     title = f"predicted for {model.nodes} nodes on {len(links.edges)} measured links; steps are those of nodes"
     return partial(advise_nodes, traces, links, model), partial(self_test, traces, links, model), title
 

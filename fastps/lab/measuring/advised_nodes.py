@@ -23,14 +23,14 @@ _STEPS = 200  # of each node in the simulation, or as many as were recorded
 _MOST_STEPS = 2000
 
 
-def model_of(traces: Sequence[Trace], nodes: int, link_dtype: str = "float32", homes: str = "first") -> ModelOnNodes:
+def model_of(traces: Sequence[Trace], nodes: int, link_dtype: str = "float32") -> ModelOnNodes:
     """What travels between so many nodes: the model of the recorded run. Raises UsageError for traces that do not fit."""
     if any(len(trace.header.get("of_nodes", ())) > 1 for trace in traces):
         raise UsageError("expected the traces of single nodes, found one that was merged from several: give those")
     counts = {int(trace.header["parameters"]) for trace in traces}
     if len(counts) != 1:
         raise UsageError(f"expected traces of one model, found {' and '.join(map(str, sorted(counts)))} parameters")
-    return ModelOnNodes(counts.pop(), nodes, link_dtype, homes)
+    return ModelOnNodes(counts.pop(), nodes, link_dtype)
 
 
 def node_step_ns(trace: Trace, sum_bytes_s: float = 0.0) -> npt.NDArray[np.int64]:
@@ -98,7 +98,7 @@ def self_test(traces: Sequence[Trace], links: MeasuredLinks, model: ModelOnNodes
     count = len(traces)
     if count < 2:
         return None
-    recorded = ModelOnNodes(model.parameters, count, model.link_dtype, model.homes)
+    recorded = ModelOnNodes(model.parameters, count, model.link_dtype)
     policy, simulation = on_links(simulation_of_nodes(traces, count, links), parse_policy("bsp"), links, recorded)
     measured, predicted = sum(map(_node_steps_per_s, traces)), compared(policy, simulation)["steps_per_s"]
     return {"sync": "bsp", "measured": measured, "predicted": predicted, "error": predicted / measured - 1}

@@ -171,10 +171,16 @@ def _open(store: Store, node: int, side: int, own: str, timeout_s: float) -> Edg
 
 
 def bound_of(links: Sequence[MeasuredLink], parameters: int, link_dtype: str, fold_s: float) -> StepBound:
-    """What bounds a step of a model of so many parameters on these links. `fold_s` is the time of its fold, in seconds."""
+    """What bounds a step of a model of so many parameters on these links under bsp. `fold_s`: the time of its fold, in seconds.
+
+    Floats that are rounded go to node 0 and back; others are summed over all nodes.
+    """
     nodes = len(links) + 1
     parts, size = part_count(aligned(parameters)), wire_bytes(link_dtype, parameters)
-    times = {link.node: _link_s(link.rates, size, parts > 1, nodes > 2) for link in links}
+    if link_dtype == "float32":
+        times = {link.node: _sum_s(link.rates, size, nodes) for link in links}
+    else:
+        times = {link.node: _link_s(link.rates, size, parts > 1, nodes > 2) for link in links}
     slowest = max(times, key=lambda node: times[node])
     link_s = times[slowest]
     step_s = max(link_s, fold_s) if parts > 1 else link_s + fold_s
@@ -182,14 +188,24 @@ def bound_of(links: Sequence[MeasuredLink], parameters: int, link_dtype: str, fo
     return StepBound(parameters, nodes, link_dtype, parts, slowest, *numbers)
 
 
+def _sum_s(rates: LinkRates, size: int, nodes: int) -> float:
+    """The time of a sum over all nodes: a link carries (N - 1)/N of the floats twice, each time both ways at once."""
+    return _there_and_back_s(rates, size * (nodes - 1) / nodes, 2 / rates.both_bytes_s)
+
+
 def _link_s(rates: LinkRates, size: int, is_cut: bool, shares: bool) -> float:
     """The time of a push and of its answer. With several parts both directions are used at once."""
     if is_cut:
         return size / (rates.together_bytes_s if shares else rates.both_bytes_s) + rates.round_trip_ns / 1e9
+    return _there_and_back_s(rates, size, 1 / rates.up_bytes_s + 1 / rates.down_bytes_s)
+
+
+def _there_and_back_s(rates: LinkRates, size: float, byte_s: float) -> float:
+    """The time of two messages one after the other; a further byte of each takes `byte_s` in all."""
     begins_ns, small_ns = rates.round_trip_ns, rates.small_round_trip_ns
     if size <= SMALL_BYTES:
         return (begins_ns + (small_ns - begins_ns) * size / SMALL_BYTES) / 1e9
-    return small_ns / 1e9 + (size - SMALL_BYTES) * (1 / rates.up_bytes_s + 1 / rates.down_bytes_s)
+    return small_ns / 1e9 + (size - SMALL_BYTES) * byte_s
 
 
 def fold_seconds(parameters: int, nodes: int, clock: Clock = SYSTEM_CLOCK) -> float:

@@ -1,15 +1,17 @@
 """Measured links as the simulation's network: a cluster of N nodes, predicted from what `fastps doctor --nodes` has measured.
 
-Workers of the simulation are nodes. Node 0 has the weights, and its own push crosses no link. What is assumed:
+Workers of the simulation are nodes. What is assumed:
 
-- **Node 0's port.** With homes="first" all other nodes share it. Its rate in each direction is the sum of what all measured
-  edges carried at the same time. More edges than were measured get no more than that together.
+- **Replicas**, as under bsp and hardsync. Every node sends (N - 1)/N of the model and receives as much, twice a step, on its
+  own link. Each adds 1/N of the pushes and folds each version. Nothing travels while a node computes.
+- **A home**, as under other disciplines and where floats are rounded. Node 0 has the weights, and its own push crosses no link.
+  It sums each push and copies each answer, one after the other, and folds each version.
+- **Node 0's port.** All other nodes share the way to a home. Its rate in each direction is the sum of what all measured edges
+  carried at the same time. More edges than were measured get no more than that together.
 - **Edges.** Up to as many nodes as were measured have their own edges. Any further node has the slowest one.
-- **Parts.** Under bsp and hardsync a large model has p parts, and a part returns while the next one travels: the way out and
-  back takes 1 + 1/p times one way, where the link carries both at once. Whatever is shorter, the link's time or the home's,
-  counts 1/p.
-- **homes="spread".** Every node sends (N - 1)/N of the model and receives as much, twice a step, on its own link.
-- **The home's time.** Node 0 sums each push and copies each answer, one after the other, and folds each version.
+- **Parts.** Under bsp and hardsync a large model has p parts. A home returns a part while the next one travels: the way out and
+  back takes 1 + 1/p times one way, where the link carries both at once. Whatever is shorter, the link's time or that of sums
+  and folds, counts 1/p.
 """
 
 import json
@@ -19,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from fastps.errors import UsageError
-from fastps.job.nodes import Nodes, check_policy
+from fastps.job.nodes import Nodes, are_replicas, check_policy
 from fastps.job.options import NodePolicy
 from fastps.job.policy import Policy
 from fastps.job.wire import part_count, wire_bytes
@@ -113,10 +115,9 @@ class ModelOnNodes:
     parameters: int
     nodes: int
     link_dtype: str = "float32"
-    homes: str = "first"
 
     def __post_init__(self) -> None:
-        NodePolicy(link_dtype=self.link_dtype, homes=self.homes)
+        NodePolicy(link_dtype=self.link_dtype)
         if self.nodes < 2:
             raise UsageError(f"links between nodes: expected 2 nodes or more, found {self.nodes}")
         if self.parameters < 1:
@@ -129,7 +130,11 @@ class ModelOnNodes:
 
     def check(self, policy: Policy) -> None:
         """Raise PolicyError for a discipline that makes no sense between nodes."""
-        check_policy(policy, Nodes(self.nodes, 0, 0, 1, "127.0.0.1", 1, NodePolicy(homes=self.homes)))
+        check_policy(policy, Nodes(self.nodes, 0, 0, 1, "127.0.0.1", 1, NodePolicy(link_dtype=self.link_dtype)))
+
+    def is_replicated(self, policy: Policy) -> bool:
+        """Whether each node has the whole state under this discipline, and the nodes exchange sums."""
+        return are_replicas(policy, NodePolicy(link_dtype=self.link_dtype))
 
 
 def read_links(file: Path) -> MeasuredLinks:
@@ -177,17 +182,17 @@ def on_links(simulation: Simulation, policy: Policy, links: MeasuredLinks, model
     for option, name in _REPLACED.items():
         if getattr(simulation, name):
             raise UsageError(f"{option}: the measured links say this: expected no --links beside it")
-    parts = part_count(model.parameters) if policy.is_level and policy.shards == 1 and model.homes == "first" else 1
-    times = _Times.of(links, model, is_level=policy.is_level)
-    both_ways = 1.0 if links.is_half_duplex else (1 + 1 / parts) / 2
+    replicas = model.is_replicated(policy)
+    parts = part_count(model.parameters) if policy.is_level and policy.shards == 1 else 1
+    times = _Times.of(links, model, replicas=replicas, is_level=policy.is_level)
+    both_ways = 1.0 if links.is_half_duplex or replicas else (1 + 1 / parts) / 2
     share = both_ways if times.link_s >= times.home_s else 1 / parts
     home_share = 1.0 if times.link_s < times.home_s else 1 / parts
-    size = share * model.size * (1 if model.homes == "first" else (model.nodes - 1) / model.nodes)
-    shared = model.homes == "first" and links.has_shared_port(model.nodes)
+    size = share * model.size * ((model.nodes - 1) / model.nodes if replicas else 1)
     return replace(policy, overlap=False), replace(
         simulation,
         model_bytes=size,
-        routes=_routes(links, model, shared=shared),
+        routes=_routes(links, model, replicas=replicas),
         half_duplex=links.is_half_duplex,
         service_rate=size / policy.shards / (home_share * times.sum_s) if times.sum_s else 0.0,
         update_ns=simulation.update_ns + round(1e9 * home_share * times.fold_s),
@@ -196,7 +201,7 @@ def on_links(simulation: Simulation, policy: Policy, links: MeasuredLinks, model
 
 @dataclass(frozen=True)
 class _Times:
-    """The seconds of a step in which all nodes push once: of the busiest link one way, of one sum, of one fold, of the home."""
+    """The seconds of a step in which all nodes push once: of the busiest link one way, of a sum, of a fold, of all of these."""
 
     link_s: float
     sum_s: float
@@ -204,30 +209,34 @@ class _Times:
     home_s: float
 
     @staticmethod
-    def of(links: MeasuredLinks, model: ModelOnNodes, *, is_level: bool) -> "_Times":
+    def of(links: MeasuredLinks, model: ModelOnNodes, *, replicas: bool, is_level: bool) -> "_Times":
         edges = [links.edge(node).both_bytes_s for node in range(1, model.nodes)]
-        if model.homes == "first":
-            carried = model.size * max(1 / min(edges), (model.nodes - 1) / links.port_bytes_s)
-        else:
+        if replicas:
             carried = model.size * (model.nodes - 1) / model.nodes / min(edges)
+        else:
+            carried = model.size * max(1 / min(edges), (model.nodes - 1) / links.port_bytes_s)
         if links.home is None:
             return _Times(carried, 0.0, 0.0, 0.0)
-        floats = 4 * model.parameters / (1 if model.homes == "first" else model.nodes)
-        sum_s, fold_s = floats / links.home.sum_bytes_s, floats / links.home.fold_bytes_s
+        size = 4 * model.parameters
+        sum_s, fold_s = size / (model.nodes if replicas else 1) / links.home.sum_bytes_s, size / links.home.fold_bytes_s
         return _Times(carried, sum_s, fold_s, 2 * model.nodes * sum_s + fold_s * (1 if is_level else model.nodes))
 
 
-def _routes(links: MeasuredLinks, model: ModelOnNodes, *, shared: bool) -> Routes:
-    """Each node's link: with spread homes its own; else the shared port, or the edges where they are the limit."""
+def _routes(links: MeasuredLinks, model: ModelOnNodes, *, replicas: bool) -> Routes:
+    """Each node's link: a replica's own; else the shared port, or the edges where they are the limit."""
     others = range(1, model.nodes)
-    if shared:
+    if not replicas and links.has_shared_port(model.nodes):
         latency_ns = max(links.edge(node).latency_ns for node in others)
         most = _both(links, links.edge(model.nodes).both_bytes_s)
         return Routes((0.0, _both(links, links.port_bytes_s)), (0.0, most), (0, latency_ns), (0, *(1 for _ in others)))
     edges: Sequence[MeasuredEdge] = [links.edge(node) for node in others]
-    first = (0.0, 0) if model.homes == "first" else (_both(links, edges[0].both_bytes_s), edges[0].latency_ns)
-    rates = (first[0], *(_both(links, edge.both_bytes_s) for edge in edges))
-    latencies_ns = (first[1], *(edge.latency_ns for edge in edges))
+    if replicas:  # which send and receive at once, on the way out and back alike
+        each = [edges[0], *edges]
+        rates = tuple(edge.both_bytes_s for edge in each)
+        latencies_ns = tuple(edge.latency_ns for edge in each)
+    else:
+        rates = (0.0, *(_both(links, edge.both_bytes_s) for edge in edges))
+        latencies_ns = (0, *(edge.latency_ns for edge in edges))
     return Routes(rates, (0.0,) * model.nodes, latencies_ns, tuple(range(model.nodes)))
 
 

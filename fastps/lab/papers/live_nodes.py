@@ -36,7 +36,7 @@ class LiveJob:
         parameters: floats of the model.
         compute_ms: the time for which a worker sleeps in each step.
         seconds: how long each worker makes steps.
-        homes, link_dtype, local_steps, local_overlap: as in `fastps run`.
+        link_dtype, local_steps, local_overlap: as in `fastps run`.
         traces: a folder for a trace of each node, run.node0.trace and so on; None: no traces.
     """
 
@@ -45,7 +45,6 @@ class LiveJob:
     parameters: int
     compute_ms: float
     seconds: float
-    homes: str = "first"
     link_dtype: str = "float32"
     traces: Path | None = None
     local_steps: int = 0
@@ -105,7 +104,7 @@ def _variables(job: LiveJob, cluster: Cluster, node: int, local: int, port: int,
     variables = {
         "RANK": sum(job.workers[:node]) + local, "WORLD_SIZE": total, "LOCAL_RANK": local,
         "LOCAL_WORLD_SIZE": job.workers[node], "GROUP_RANK": node, "GROUP_WORLD_SIZE": len(job.workers),
-        "MASTER_ADDR": cluster.address(0), "MASTER_PORT": port, "FASTPS_SYNC": job.sync, "FASTPS_HOMES": job.homes,
+        "MASTER_ADDR": cluster.address(0), "MASTER_PORT": port, "FASTPS_SYNC": job.sync,
         "FASTPS_LINK_DTYPE": job.link_dtype, "FASTPS_LOCAL_STEPS": job.local_steps,
         "FASTPS_LOCAL_OVERLAP": job.local_overlap, "OMP_NUM_THREADS": 1, "TORCH_CPP_LOG_LEVEL": "ERROR",
     }  # fmt: skip

@@ -39,7 +39,7 @@ class Report(threading.Thread):
         super().__init__(name="fastps-report", daemon=True)
         self._leaf, self._nodes, self._trace = leaf, nodes, trace
         self._host = platform.node()
-        self._homes: dict[int, EdgeWatch] = {} if nodes.is_first else {0: self._watch(0)}
+        self.of_home: EdgeWatch | None = None if nodes.is_first else self._watch(0)  # the edges to node 0's home
         self._leaves: dict[int, EdgeWatch] = {}
         self._ends = threading.Event()
         self._board = NodeBoard(leaf.job, nodes.count if nodes.is_first else 1, workers)
@@ -51,10 +51,6 @@ class Report(threading.Thread):
         """Show the packed counters of the job's workers, by rank."""
         self._board.write_workers(rows)
 
-    def of_home(self, home: int) -> EdgeWatch:
-        """The watch over the edges to the home on another node."""
-        return self._homes.setdefault(home, self._watch(home))
-
     def of_leaf(self, node: int) -> EdgeWatch:
         """The watch over the edges to the leaf of another node."""
         return self._leaves.setdefault(node, self._watch(node))
@@ -64,7 +60,7 @@ class Report(threading.Thread):
 
     def figures(self) -> NodeFigures:
         """What this node says of itself."""
-        watches = [*self._homes.values(), *self._leaves.values()]
+        watches = [self.of_home] if self.of_home is not None else list(self._leaves.values())
         in_groups = self.groups.sent_bytes if self.groups is not None else 0
         return NodeFigures(
             workers=self._nodes.local_workers,
@@ -86,8 +82,8 @@ class Report(threading.Thread):
             watch = self.of_leaf(node)
             told, told_ns = watch.told or NodeFigures(), watch.told_ns
             offset_ns, error_ns, trip_ns = _clock_of(watch, now_ns)
-        elif node != 0:
-            offset_ns, error_ns, trip_ns = _clock_of(self._homes[0], now_ns)
+        elif self.of_home is not None:
+            offset_ns, error_ns, trip_ns = _clock_of(self.of_home, now_ns)
             offset_ns = -offset_ns
         row = NodeStatistics(
             node, state="live", **vars(told), heard_ns=told_ns,
@@ -110,7 +106,7 @@ class Report(threading.Thread):
     def _write(self) -> None:
         now_ns = self._leaf.clock.now_ns()
         self._board.write(self.rows(now_ns))
-        if self._trace is not None and not self._nodes.is_first and (found := self._homes[0].clock.best(now_ns)) is not None:
+        if self._trace is not None and self.of_home is not None and (found := self.of_home.clock.best(now_ns)) is not None:
             self._trace.offset(found)
 
     def close(self) -> None:

@@ -36,13 +36,12 @@ class HostPlacement:
         tensors: the parameters, and tensors over the arena; `over` makes these of flat views.
         state_follows: whether an optimizer's earlier state is published after joining, instead of written before others join.
         saves: whether a worker of this node writes the periodic checkpoints.
-        saves_share: whether each node saves a share, and all must save the same versions.
     """
 
     name = "host"
     over: Callable[..., list[torch.Tensor]] = staticmethod(shaped_tensors)
     shows_arena = keeps_own = saves = True
-    state_follows = saves_share = False
+    state_follows = False
 
     def __init__(self, tensors: list[torch.Tensor], push_dtype: torch.dtype = torch.float32) -> None:
         self.tensors = Tensors(tensors, self.over)

@@ -11,16 +11,13 @@ from fastps.checkpoint.format import Checkpoint
 from fastps.checkpoint.snapshot import Pinned
 from fastps.errors import UnsupportedError
 from fastps.job.layout import Layout
-from fastps.job.limits import timeout_s
 from fastps.job.nodes import Nodes, are_replicas, home_layout, leaf_layout
 from fastps.job.update_rules import Hyper
 from fastps.membership.job_memory import JobMemory
 from fastps.membership.node_board import BoardView
 from fastps.network.agent import plan_of
-from fastps.network.home_checkpoint import HomeView, LeafStart, Share
+from fastps.network.home_checkpoint import HomeView, LeafStart
 from fastps.network.meeting import kept_descriptors
-from fastps.network.parts import shares_of
-from fastps.network.rendezvous import agree_on_run
 from fastps.store.observer import WorkerStatistics
 from fastps.store.store import StartState
 from fastps.store.worker import Worker
@@ -46,15 +43,12 @@ class NodePlacement(HostPlacement):
         self._board: BoardView | None = None
         self._first_rank = self._workers = 0  # of this node's workers the first, and how many the job has
         self._resumed = ""
-        self._run = ""  # with homes on all nodes: a name of this run of the job, which all nodes know
 
     def layout(self, layout: Layout) -> Layout:
-        """The leaf's layout. Node 0 alone has the state, or each node a share; a small model has fewer homes than nodes."""
+        """The layout of this node's arena. Node 0 has the state, or each node if it is a replica."""
         self._home = home_layout(layout, self._nodes)
         self._is_replica = are_replicas(layout.policy, self._nodes.policy)
-        is_spread = self._nodes.policy.homes == "spread"
-        self.saves_share = is_spread and self._nodes.number < len(shares_of(self._home, self._nodes))
-        self.saves = self._nodes.is_home or self.saves_share
+        self.saves = self._nodes.is_first
         return leaf_layout(layout, self._nodes)
 
     def stated_layout(self, layout: Layout) -> Layout:
@@ -74,7 +68,7 @@ class NodePlacement(HostPlacement):
     def pin(
         self, worker: Worker, groups: list[dict[str, Any]], extra: Mapping[str, Any], *, waits: bool, **more: Any
     ) -> Pinned:
-        """Raises UnsupportedError on other nodes than node 0, unless each node has a share or the whole state."""
+        """Raises UnsupportedError on other nodes than node 0, unless each node has the whole state."""
         if self._is_replica:
             fields, arrays = more.pop("more", ({}, {}))
             of_job = {**fields, "workers": self._workers}
@@ -83,11 +77,6 @@ class NodePlacement(HostPlacement):
         if not self.saves:
             raise UnsupportedError(
                 f"node {self._nodes.number} has only weights, and node 0 has the optimizer's state: save on a worker of node 0"
-            )
-        if self.saves_share and not self._run:
-            raise UnsupportedError(
-                f"worker {self._nodes.local_rank} of node {self._nodes.number}: with homes=spread each node saves its share:"
-                " save on the first worker of every node, at the same step"
             )
         return self._view(worker).pin(groups, extra, waits=waits)
 
@@ -100,11 +89,7 @@ class NodePlacement(HostPlacement):
 
     def _view(self, worker: Worker) -> HomeView:
         if self._home_view is None:
-            layout, share = self._home, None
-            if self.saves_share:
-                shares, number = shares_of(self._home, self._nodes), self._nodes.number
-                layout, share = shares[number].layout, Share(self._home, number, len(shares), self._run)
-            self._home_view = HomeView(layout, worker, share)
+            self._home_view = HomeView(self._home, worker)
         return self._home_view
 
     def statistics(self, worker: Worker) -> list[WorkerStatistics]:
@@ -141,8 +126,6 @@ class NodePlacement(HostPlacement):
             rank=self._nodes.local_rank,
             workers=self._nodes.local_workers,
         )
-        if self.saves_share and self._nodes.local_rank == 0:
-            self._run = agree_on_run(self._nodes, name, timeout_s(to.timeout_s))
         trace = recorder.file_of_next(self._nodes.number)
         plan = plan_of(self._nodes, name, self._home, hypers, self._resumed, trace, to.identity.workers)
         plan = replace(plan, inherited=kept_descriptors())

@@ -35,16 +35,25 @@ def test_a_large_model_uses_both_directions_at_once_and_hides_its_fold() -> None
 
 
 def test_a_small_model_goes_up_then_folds_then_comes_down() -> None:
-    bound = bound_of([_link(1, 100e6)], 100_000, "float32", 0.02)
+    bound = bound_of([_link(1, 100e6)], 200_000, "bfloat16", 0.02)
     assert bound.parts == 1
     assert bound.link_ns == pytest.approx(1e9 * (300e3 / 200e6 + 300e3 / 400e6 + 0.003)), "100 kB take 3 ms"
-    assert bound_of([_link(1, 100e6)], 12_500, "float32", 0.0).link_ns == pytest.approx(2e6), "50 kB, half of the way to 3 ms"
+    assert bound_of([_link(1, 100e6)], 25_000, "bfloat16", 0.0).link_ns == pytest.approx(2e6), "50 kB, half of the way to 3 ms"
     assert bound.step_ns == pytest.approx(bound.link_ns + 0.02e9)
     assert bound.row()["bound_by"] == "fold"
 
 
+def test_sums_of_two_nodes_carry_half_a_model_twice_and_of_three_two_thirds() -> None:
+    """Both ways at once. The sum of a small model is folded after it."""
+    small = bound_of([_link(1, 100e6)], 100_000, "float32", 0.02)
+    assert small.link_ns == pytest.approx(1e9 * (2 * 100e3 / 100e6 + 0.003))
+    assert small.step_ns == pytest.approx(small.link_ns + 0.02e9)
+    large = bound_of([_link(1, 100e6, 50e6), _link(2, 60e6, 60e6)], 25_000_000, "float32", 0.0)
+    assert (large.node, large.step_ns) == (2, pytest.approx(1e9 * (4 / 3 * 100e6 / 60e6), rel=1e-3))
+
+
 def test_the_slowest_of_several_links_counts_with_all_in_use() -> None:
-    bound = bound_of([_link(1, 100e6, 50e6), _link(2, 60e6, 60e6)], 25_000_000, "float32", 0.0)
+    bound = bound_of([_link(1, 100e6, 50e6), _link(2, 60e6, 60e6)], 50_000_000, "bfloat16", 0.0)
     assert (bound.node, bound.nodes) == (1, 3)
     assert bound.link_ns == pytest.approx(2.001e9)
 
