@@ -91,8 +91,8 @@ class RawEdge:
     def __init__(self, job: Job, store: TCPStore, *, has_data: bool = True) -> None:
         self.job = job
         mine = PrefixStore(f"fastps/{job.name}", store)
-        self.epoch = int(mine.add(f"epoch/0-{job.node}", 1))
-        self._prefix = f"edge/0-{job.node}/{self.epoch}"
+        self.epoch = int(mine.add(f"epoch/{job.node}", 1))
+        self._prefix = f"edge/{job.node}/{self.epoch}"
         self.heard: list[Header] = []
         self.is_over = threading.Event()
         self._news = threading.Condition()
@@ -185,7 +185,7 @@ class RawEdge:
 
     def name(self) -> EdgeName:
         """What a proof is about."""
-        return EdgeName(self.job.name, 0, self.job.node, self.epoch, self.job.digest)
+        return EdgeName(self.job.name, self.job.node, self.epoch, self.job.digest)
 
     def proof(self, nonces: bytes, secret: Secret) -> Header:
         name = self.name()
