@@ -15,6 +15,7 @@ from fastps.errors import UnsupportedError
 from fastps.integrations import attendance, process_group
 from fastps.job import environment
 from fastps.job.fault_policy import FaultPolicy
+from fastps.job.nodes import nodes_of_environment
 from fastps.job.policy import Policy
 from fastps.store.worker import Worker
 from fastps.system.extras import how_to_install
@@ -72,7 +73,10 @@ class JobOptimizer(DistributedOptimizer):
 
     @contextlib.contextmanager
     def loading(self) -> Any:
-        """Inside the block a script may load weights and state; at its end worker 0's become the job's. A collective block."""
+        """Inside the block a script may load weights and state; at its end worker 0's become the job's. A collective block.
+
+        On several nodes the first worker of each replaces its node's weights, which its other workers then take.
+        """
         tensors = [tensor for group in self.param_groups for tensor in group["params"]]
         loaded = [tensor.detach().clone() for tensor in tensors]
         self._keeps = True
@@ -182,7 +186,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # its package 
         options: the arguments of accelerate.Accelerator.
 
     Raises:
-        UnsupportedError: An argument, or the launch, asks for what fastps does not do: FSDP, DeepSpeed, fp16, several nodes.
+        UnsupportedError: An argument, or the launch, asks for what fastps does not do: FSDP, DeepSpeed, fp16, `asp` over
+            several nodes.
         UsageError: Nothing says where the workers of the launch meet.
     """
 
@@ -193,7 +198,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # its package 
         self, *, sync: str | Policy | None = None, fastps_options: Mapping[str, Any] | None = None, **options: Any
     ) -> None:
         _refuse(options)
-        options["cpu"] = begin(bool(options.get("cpu", False)))
+        options["cpu"] = begin(bool(options.get("cpu", False)), sync)
         if not options["cpu"] and torch.distributed.is_initialized():
             options["kwargs_handlers"] = [*(options.get("kwargs_handlers") or ()), InitProcessGroupKwargs(backend="gloo")]
         super().__init__(**options)
@@ -298,12 +303,15 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # its package 
         return super().free_memory(*objects)
 
 
-def begin(cpu: bool) -> bool:
+def begin(cpu: bool, sync: str | Policy | None = None) -> bool:
     """Begin the process group of the launch. Returns whether workers train on the CPU. Raises UnsupportedError, UsageError."""
-    if process_group.begin():
-        rank, workers = str(environment.rank()), str(environment.world_size())
-        for name in ("RANK", "LOCAL_RANK"):  # Accelerate reads and sets them for workers on CPUs
-            os.environ.setdefault(name, rank)
-        for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
-            os.environ.setdefault(name, workers)
+    if process_group.begin(sync=sync):
+        nodes, of_job = nodes_of_environment(), (environment.rank(), environment.world_size())
+        on_node = of_job if nodes is None else (nodes.local_rank, nodes.local_workers)
+        # Accelerate reads and sets them for workers on CPUs.
+        given = dict(zip(("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"), (*of_job, *on_node), strict=True))
+        if nodes is not None:  # it asks for these where workers are on several nodes, though their group has begun
+            given |= {"MASTER_ADDR": nodes.host, "MASTER_PORT": nodes.port}
+        for name, value in given.items():
+            os.environ.setdefault(name, str(value))
     return cpu or parse_flag_from_env("ACCELERATE_USE_CPU") or not torch.accelerator.is_available()

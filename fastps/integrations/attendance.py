@@ -85,7 +85,7 @@ def wait(
         if now_ns < began_ns + _AWAKE_NS:
             clock.sleep_ns(_AWAKE_PAUSE_NS)
         elif workers:
-            _wait_with(workers, is_over, what, Attendance(workers, board, clock) if pushes else None)
+            _wait_with(workers, is_over, (board.rank, what), Attendance(workers, board, clock) if pushes else None)
             return
         elif deadline.is_over(now_ns):
             raise TimeoutExceededError(_late(board.rank, limit_s, what))
@@ -93,7 +93,9 @@ def wait(
             clock.sleep_ns(_PAUSE_NS)
 
 
-def _wait_with(workers: list[Worker], is_over: Callable[[], bool], what: str, attendance: "Attendance | None") -> None:
+def _wait_with(
+    workers: list[Worker], is_over: Callable[[], bool], late: tuple[int, str], attendance: "Attendance | None"
+) -> None:
     def reached() -> bool:
         if is_over():
             return True
@@ -102,14 +104,16 @@ def _wait_with(workers: list[Worker], is_over: Callable[[], bool], what: str, at
         return False
 
     first, *others = workers
-    text = _late(first.rank, first.store.timeout_s, what)
+    rank, what = late
+    text = _late(rank, first.store.timeout_s, what)
     first.wait_until(reached, _PAUSE_NS, lambda: text, combines=True, beside=others)
 
 
 def _late(rank: int, limit_s: float, what: str) -> str:
     return (
-        f"worker {rank} waited {limit_s:g} s for the other workers {what}: expected every worker to come to it equally often;"
-        " call it in all workers alike, or raise FASTPS_TIMEOUT if they are only slow"
+        f"worker {rank} waited {limit_s:g} s for the other workers {what}: expected every worker to come to it equally often,"
+        " and over several nodes after equally many steps; call it in all workers alike, or raise FASTPS_TIMEOUT if they are"
+        " only slow"
     )
 
 

@@ -64,7 +64,7 @@ class _ArgumentsMixin(_Base):  # type: ignore[misc]
         if isinstance(name := (given.fastps_options or {}).get("push_dtype"), str):
             given.fastps_options = {**given.fastps_options, "push_dtype": getattr(torch, name.removeprefix("torch."), name)}
         _refuse(given)
-        given.use_cpu = fastps_accelerate.begin(given.use_cpu)
+        given.use_cpu = fastps_accelerate.begin(given.use_cpu, given.sync)
         if torch.distributed.is_initialized():
             given.ddp_backend = "gloo"
         super().__post_init__()

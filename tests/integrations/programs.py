@@ -1,13 +1,18 @@
 """Programs of other frameworks, run as a user runs them: alone, under `fastps run`, under torchrun."""
 
+import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from tests.support.example_programs import EXAMPLES
+from tests.support.network.launched_nodes import port_below_ephemeral
 
 TIMEOUT_S = 240
 
@@ -43,6 +48,37 @@ def run_text(
 ) -> "subprocess.CompletedProcess[str]":
     """Run a program of this text in a folder, in a way of `command`."""
     return run(command(way, program(text, folder), workers, sync), folder, **variables)
+
+
+def run_on_nodes(
+    text: str, folder: Path, counts: Sequence[int], *arguments: str, way: str = "fastps run", **variables: str
+) -> list["subprocess.CompletedProcess[str]"]:
+    """Run a program on nodes of this machine with so many workers each; all nodes share the folder."""
+    file, place = program(text, folder), f"127.0.0.1:{port_below_ephemeral()}"
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "FASTPS_TIMEOUT": "120", **variables}
+    host, _, port = place.partition(":")
+    started = []
+    for node, count in enumerate(counts):
+        words = ["-m", "fastps", "run", "--nnodes", str(len(counts)), "--node-rank", str(node), "-n", str(count)]
+        words += ["--rendezvous", place]
+        if way == "torchrun":
+            words = ["-m", "torch.distributed.run", "--nnodes", str(len(counts)), "--node-rank", str(node)]
+            words += ["--master-addr", host, "--master-port", port, "--nproc-per-node", str(count)]
+        command = [sys.executable, *words, str(file), *arguments]
+        pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "start_new_session": True}
+        started.append(subprocess.Popen(command, cwd=folder, env=environment, **pipes))
+    try:
+        with ThreadPoolExecutor(len(started)) as threads:
+            outputs = list(threads.map(lambda each: each.communicate(timeout=TIMEOUT_S), started))
+        return [
+            subprocess.CompletedProcess(each.args, each.returncode, *output)
+            for each, output in zip(started, outputs, strict=True)
+        ]
+    finally:
+        for each in started:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(each.pid, signal.SIGKILL)
+            each.wait()
 
 
 def figures(way: str, example: str, folder: Path, *arguments: str, sync: str = "bsp") -> dict[str, Any]:

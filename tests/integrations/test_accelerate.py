@@ -159,7 +159,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [  # arguments, or variables of the 
     ({"FASTPS_ON_WORKER_LOSS": "continue"}, "expected a job that stops with a lost worker"),
     ({"FASTPS_JOINS": "1"}, "this worker replaces a lost one"),
     ({"GROUP_WORLD_SIZE": "2", "GROUP_RANK": "0", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "RANK": "0", "WORLD_SIZE": "2",
-      "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}, "expected workers of one node, found a launch on several"),
+      "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", "FASTPS_SYNC": "asp"}, "expected every node to have the weights"),
     ({"FASTPS_RANK": "0", "FASTPS_WORKERS": "2"}, "neither FASTPS_JOB nor torchrun.s variables say which job"),
 ]  # fmt: skip
 

@@ -6,8 +6,11 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from fastps.errors import TimeoutExceededError, WorkerDiedError
-from fastps.integrations.process_group import meet
+from fastps.errors import NodeLostError, TimeoutExceededError, WorkerDiedError
+from fastps.integrations.process_group import meet, meet_nodes
+from fastps.job.nodes import Nodes
+from fastps.network.presence import of_launch, report
+from fastps.network.tcp_store import host_store
 
 
 def test_workers_of_a_job_meet_whoever_comes_first() -> None:
@@ -47,3 +50,40 @@ def test_wait_ends_with_the_error_that_says_why_nobody_comes(rank: int) -> None:
 
     with pytest.raises(WorkerDiedError, match="worker 1 has ended"):
         meet("meets-dead", rank, 2, 30.0, look)
+
+
+def _node(number: int, port: int) -> Nodes:
+    return Nodes(2, number, 0, 1, "127.0.0.1", port)
+
+
+def test_workers_of_several_nodes_meet_at_the_rendezvous_whoever_comes_first() -> None:
+    kept = host_store("127.0.0.1", 0, 30.0)
+    with ThreadPoolExecutor(2) as threads:
+        for job, order in (("nodes-0", (0, 1)), ("nodes-1", (1, 0))):
+            coming = {rank: threads.submit(meet_nodes, job, _node(rank, kept.port), (rank, 2), 30.0) for rank in order}
+            stores = {rank: each.result(30) for rank, each in coming.items()}
+            stores[1].set("key", job)
+            assert stores[0].get("key") == job.encode()
+
+
+def test_worker_of_another_node_that_does_not_come_is_named() -> None:
+    kept = host_store("127.0.0.1", 0, 30.0)
+    with pytest.raises(TimeoutExceededError, match=r"worker 0 waited 0.2 s for worker 1 to reach the place where"):
+        meet_nodes("nodes-late", _node(0, kept.port), (0, 2), 0.2)
+
+
+def test_node_that_has_ended_is_not_waited_for() -> None:
+    kept = host_store("127.0.0.1", 0, 30.0)
+    report(of_launch(kept), 1, 1, "worker 1 failed first")
+    with pytest.raises(NodeLostError, match="node 1 ended before its workers began the process group: worker 1") as found:
+        meet_nodes("nodes-ended", _node(0, kept.port), (0, 2), 30.0)
+    assert found.value.node == 1
+
+
+def test_rendezvous_that_is_gone_is_a_lost_node() -> None:
+    kept = host_store("127.0.0.1", 0, 30.0)
+    port = kept.port
+    del kept
+    with pytest.raises(NodeLostError, match=r"worker 1 lost the rendezvous at 127\.0\.0\.1") as found:
+        meet_nodes("nodes-gone", _node(1, port), (1, 2), 0.5)
+    assert found.value.node == 0

@@ -41,8 +41,7 @@ def test_names_are_registered_and_make_the_strategy() -> None:
     ({"precision": "64-true"}, ("64-true", "float64", "bf16-mixed")),
     ({"plugins": [FSDPPrecision("bf16-mixed")]}, ("FSDPPrecision",)),
     ({"sync_batchnorm": True}, ("sync_batchnorm", "averages BatchNorm")),
-    ({"num_nodes": 2}, ("num_nodes=1", "found 2", "fastps run --nnodes")),
-    ({"FASTPS_NNODES": "3"}, ("num_nodes=1", "found 3")),
+    ({"num_nodes": 2}, ("num_nodes=2", "expected a launcher", "fastps run --nnodes 2")),
     ({"strategy": FastpsStrategy(on_worker_loss="continue")}, ("on_worker_loss='continue'", "ckpt_path")),
     ({"FASTPS_ON_WORKER_LOSS": "continue"}, ("on_worker_loss='continue'",)),
 ], ids=lambda given: next(iter(given)))  # fmt: skip

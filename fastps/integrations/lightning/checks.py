@@ -1,6 +1,5 @@
 """What a Trainer with FastpsStrategy cannot do is refused, in one sentence each, before anything has started."""
 
-import os
 from typing import Any
 
 import torch
@@ -9,9 +8,12 @@ from lightning.pytorch.callbacks import StochasticWeightAveraging
 from lightning.pytorch.plugins.precision import DeepSpeedPrecision, DoublePrecision, FSDPPrecision, TransformerEnginePrecision
 
 from fastps.errors import UnsupportedError, UsageError
+from fastps.integrations import process_group
 from fastps.integrations.lightning.launchers import FastpsEnvironment, is_launched
-from fastps.job import environment, launchers
+from fastps.job import environment
+from fastps.job.nodes import nodes_of_environment
 from fastps.job.options import value_of
+from fastps.job.policy import Policy
 
 _SHARDED = (DeepSpeedPrecision, FSDPPrecision, TransformerEnginePrecision)
 _LATER = (
@@ -39,19 +41,24 @@ def check_faults(options: dict[str, Any]) -> None:
         )
 
 
-def check_nodes(nodes: int) -> None:
-    """Raise UnsupportedError for workers on several machines."""
-    found = launchers.launched()
-    count = max(
-        nodes,
-        launchers.number(launchers.FASTPS.nodes) if os.environ.get("FASTPS_NNODES") else 1,
-        found.nodes if found is not None else 1,
-    )
-    if count > 1:
+def check_nodes(count: int, sync: str | Policy | None) -> int:
+    """The launcher's number of nodes, or 1. Raises UnsupportedError if they cannot train, UsageError if `count` differs."""
+    nodes = nodes_of_environment()
+    if nodes is None and count > 1:
         raise UnsupportedError(
-            f"FastpsStrategy trains on one node: expected num_nodes=1, found {count}; several nodes train with a"
-            " DistributedOptimizer in a loop of your own under `fastps run --nnodes` (docs/how-to/several-nodes.md)"
+            f"FastpsStrategy with num_nodes={count}: expected a launcher that has started the workers of all nodes, found none,"
+            " and a Trainer starts workers on its own machine alone; run `fastps run --nnodes"
+            f" {count} --rendezvous HOST:PORT` or torchrun on every node (docs/how-to/several-nodes.md)"
         )
+    if nodes is None:
+        return 1
+    if nodes.count and count not in (1, nodes.count):
+        raise UsageError(
+            f"Trainer(num_nodes={count}) in a process that a launcher has started: expected num_nodes={nodes.count}, the"
+            f" launcher's number of nodes, found {count}; leave num_nodes out"
+        )
+    process_group.check_launch(sync)
+    return max(1, nodes.count)
 
 
 def check_machine(accelerator: Any, devices: list[torch.device]) -> None:
@@ -85,15 +92,15 @@ def check_plugins(precision: Any, layer_sync: Any) -> None:
 
 
 def check_workers(cluster: Any, devices: list[torch.device]) -> int:
-    """The number of workers: the launcher's, else that of the devices. Raises UsageError if they differ."""
+    """The number of workers on this node: the launcher's, else that of the devices. Raises UsageError if they differ."""
     count = len(devices)
     if not isinstance(cluster, FastpsEnvironment) or not is_launched():
         return count
-    workers = cluster.world_size()
+    workers = cluster.local_world_size()
     if count not in (1, workers):
         raise UsageError(
             f"Trainer(devices={count}) in a process that a launcher has started: expected devices={workers}, the launcher's"
-            f" number of workers, found {count}; leave devices out, or start the script without a launcher"
+            f" number of workers here, found {count}; leave devices out, or start the script without a launcher"
         )
     return workers
 

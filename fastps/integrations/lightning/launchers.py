@@ -20,6 +20,8 @@ from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher, _Su
 from fastps.errors import WorkerDiedError
 from fastps.job import environment, launchers
 from fastps.job.limits import timeout_s
+from fastps.job.nodes import nodes_of_environment
+from fastps.network.meeting import join_meeting
 from fastps.processes.outcome import how_it_ended
 from fastps.system.processes import ask_to_die_with_parent
 
@@ -113,7 +115,7 @@ def is_launched() -> bool:
 
 
 class FastpsEnvironment(ClusterEnvironment):
-    """The environment of one worker on one machine. Before the Trainer has started its workers, this process is worker 0."""
+    """The environment of one worker. Before the Trainer has started its workers, which are on this node, it is worker 0."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -150,7 +152,14 @@ class FastpsEnvironment(ClusterEnvironment):
         """Do nothing: the launcher gives the rank."""
 
     def local_rank(self) -> int:
-        return self.global_rank()
+        nodes = nodes_of_environment()
+        return self.global_rank() if nodes is None else nodes.local_rank
+
+    def local_world_size(self) -> int:
+        """The number of workers of this node."""
+        nodes = nodes_of_environment()
+        return self.world_size() if nodes is None else nodes.local_workers
 
     def node_rank(self) -> int:
-        return 0
+        nodes = nodes_of_environment()
+        return 0 if nodes is None else join_meeting(nodes, timeout_s()).number

@@ -46,7 +46,8 @@ class FastpsStrategy(ParallelStrategy):
         trainer = Trainer(strategy=FastpsStrategy("dssp:3,15"), devices=4, accelerator="cpu", max_epochs=10)
         trainer.fit(module, loader)  # the module has the final weights
 
-    Without a launcher the Trainer starts the workers. Under `fastps run`, torchrun, srun or mpirun it takes the launcher's.
+    Without a launcher the Trainer starts the workers. Under `fastps run`, torchrun, srun or mpirun it takes the launcher's, on
+    one node under every discipline, on several under bsp and hardsync.
 
     Args:
         sync: a spec such as "dssp:3,15" or a Policy; default: FASTPS_SYNC, else "bsp".
@@ -58,7 +59,7 @@ class FastpsStrategy(ParallelStrategy):
 
     Raises (from Trainer(...) on):
         UsageError: An option is wrong, or the number of devices is not the launcher's number of workers.
-        UnsupportedError: The Trainer asks for what fastps does not do: several nodes, GPUs, float64, sync_batchnorm, ...
+        UnsupportedError: The Trainer asks for what fastps does not do: `asp` over several nodes, GPUs, float64, ...
     """
 
     strategy_name = "fastps"
@@ -118,7 +119,7 @@ class FastpsStrategy(ParallelStrategy):
 
     def _configure_launcher(self) -> None:
         devices = list(self.parallel_devices or [])
-        checks.check_nodes(self.num_nodes)
+        self.num_nodes = checks.check_nodes(self.num_nodes, self._options["sync"])
         checks.check_machine(self.accelerator, devices)
         checks.check_plugins(self._precision_plugin, self._layer_sync)
         checks.check_faults(self._options)
@@ -134,7 +135,8 @@ class FastpsStrategy(ParallelStrategy):
         reset_seed()
         self.set_world_ranks()
         limit_s = timeout_s(self._options.get("timeout_s"))
-        process_group.begin(self.global_rank, self.world_size, limit_s=limit_s, look=self._launcher.check_started)
+        sync, look = self._options["sync"], self._launcher.check_started
+        process_group.begin(self.global_rank, self.world_size, sync=sync, limit_s=limit_s, look=look)
 
     @property
     def optimizers(self) -> list[Any]:
@@ -268,7 +270,7 @@ class FastpsStrategy(ParallelStrategy):
             super().load_model_state_dict(checkpoint, strict=strict)
             return
         self.barrier()
-        if self.is_global_zero:
+        if self.local_rank == 0:  # of each node, whose weights nobody else replaces before the next step
             for optimizer in self._jobs.optimizers:
                 optimizer.replace_weights(checkpoint["state_dict"])
         self._show_newest()
