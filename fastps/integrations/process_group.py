@@ -264,8 +264,8 @@ def _check_nodes(nodes: Nodes, policy: Policy) -> None:
     if not are_replicas(policy, nodes.policy):
         raise UnsupportedError(
             "Trainer, Accelerate and Lightning over several nodes: expected every node to have the weights and the optimizer's"
-            f" state, as under bsp and hardsync, found sync={policy.spec}, or one of --link-dtype, --link zmq, --homes spread"
-            " and --local-steps, under which node 0 alone has them; give --sync bsp without these, train on one node, or write"
+            f" state, as under bsp and hardsync, found sync={policy.spec}, or one of --link-dtype, --link zmq and"
+            " --local-steps, under which node 0 alone has them; give --sync bsp without these, train on one node, or write"
             " the loop with fastps.DistributedOptimizer (docs/how-to/several-nodes.md)"
         )
     if nodes.policy.within != "bsp":

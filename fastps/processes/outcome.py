@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import re
 import signal
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -17,7 +16,6 @@ from fastps.processes.worker_output import ErrorLines
 from fastps.system.memory_limits import OUT_OF_MEMORY, oom_reason
 from fastps.system.processes import name_of_signal
 
-_RANK = re.compile(r"^\[rank\d+\]: ")  # torch.distributed begins the lines of a traceback so, once a process group has begun
 # A traceback's last line names the type so.
 _CONSEQUENCES = tuple(f"{kind.__module__}.{kind.__qualname__}:" for kind in (WorkerDiedError, NodeLostError))
 
@@ -79,8 +77,7 @@ class LaunchedWorker:
     @property
     def is_consequence(self) -> bool:
         """Whether the loss of another worker or node ended the worker, or the launcher did."""
-        lines = (_RANK.sub("", line) for line in self.errors.tail)
-        return self.was_told_to_end or any(line.startswith(_CONSEQUENCES) for line in lines)
+        return self.was_told_to_end or any(line.startswith(_CONSEQUENCES) for line in self.errors.tail)
 
     @property
     def was_lost(self) -> bool:

@@ -6,6 +6,7 @@ from collections import deque
 _MAX_LINE_BYTES = 1 << 20  # a longer line is passed on in parts
 _TRACEBACK = b"Traceback (most recent call last):"
 _OWN_ERROR = b"fastps."
+_RANK = re.compile(rb"^\[rank\d+\]: ")  # torch.distributed begins the lines of a traceback so, once a process group has begun
 _INTERRUPT = b"KeyboardInterrupt"
 # With erasures: they refer to the worker's own lines, not to the shared terminal.
 _CURSOR_MOVES = re.compile(rb"\x1b\[[0-9;?]*[A-HJKSTfsu]")
@@ -76,7 +77,7 @@ def _without_moves(line: bytes) -> bytes:
 class ErrorLines:
     """Filters standard error: drops the tracebacks of fastps' own errors, whose text says what to do, and of Ctrl-C.
 
-    Other tracebacks pass unchanged. With `whole`, everything passes.
+    Other tracebacks pass, without the rank that torch.distributed writes before each line. With `whole`, everything passes.
 
     >>> error = b"Traceback (most recent call last):\\n", b'  File "x"\\n', b"fastps.errors.UsageError: no\\n"
     >>> ErrorLines().feed(error)
@@ -90,7 +91,7 @@ class ErrorLines:
 
     def feed(self, lines: "list[bytes] | tuple[bytes, ...]") -> list[bytes]:
         """Return the lines to show after these lines."""
-        shown = [line for arrived in lines for line in self._next(arrived)]
+        shown = [line for arrived in lines for line in self._next(_RANK.sub(b"", arrived))]
         self._remember(shown)
         return shown
 

@@ -8,14 +8,15 @@ import signal
 import sys
 from datetime import datetime
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from rich.console import Console
 
 from fastps.processes.launcher import Launcher
-from fastps.processes.outcome import Outcome, failure_panel
+from fastps.processes.outcome import LaunchedWorker, Outcome, failure_panel
 from fastps.processes.output import JobOutput, LogOptions
-from fastps.processes.worker_output import Lines
+from fastps.processes.worker_output import ErrorLines, Lines
 from fastps.system.clock import Clock
 from fastps.system.memory_limits import oom_reason
 from tests.support.commands import fastps, refused
@@ -320,3 +321,13 @@ def test_a_folder_for_logs_that_cannot_be_made_and_another_format_are_refused(tm
         "run", "--log-dir", "/dev/null/x", script
     )
     assert "--log-format: expected text or json, found 'xml'" in refused("run", "--log-format", "xml", script)
+
+
+def test_a_loss_is_one_also_where_torch_distributed_writes_a_rank_before_each_line() -> None:
+    """As it does once a process group has begun: then the end of a node is no error of the script."""
+    said = "Traceback (most recent call last):", '  File "x"', "fastps.errors.NodeLostError: node 1 was lost"
+    for prefix in ("", "[rank0]: "):
+        errors = ErrorLines()
+        shown = errors.feed([f"{prefix}{line}\n".encode() for line in said])
+        assert shown == [b"fastps.errors.NodeLostError: node 1 was lost\n"]
+        assert LaunchedWorker(0, Mock(), exit_code=1, errors=errors).was_lost
