@@ -303,13 +303,16 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # its package 
         return super().free_memory(*objects)
 
 
+_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+
+
 def begin(cpu: bool, sync: str | Policy | None = None) -> bool:
     """Begin the process group of the launch. Returns whether workers train on the CPU. Raises UnsupportedError, UsageError."""
     if process_group.begin(sync=sync):
         nodes, of_job = nodes_of_environment(), (environment.rank(), environment.world_size())
         on_node = of_job if nodes is None else (nodes.local_rank, nodes.local_workers)
         # Accelerate reads and sets them for workers on CPUs.
-        given = dict(zip(("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"), (*of_job, *on_node), strict=True))
+        given: dict[str, Any] = dict(zip(_VARIABLES, (*of_job, *on_node), strict=True))
         if nodes is not None:  # it asks for these where workers are on several nodes, though their group has begun
             given |= {"MASTER_ADDR": nodes.host, "MASTER_PORT": nodes.port}
         for name, value in given.items():

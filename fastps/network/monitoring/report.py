@@ -39,7 +39,7 @@ class Report(threading.Thread):
         super().__init__(name="fastps-report", daemon=True)
         self._leaf, self._nodes, self._trace = leaf, nodes, trace
         self._host = platform.node()
-        self.of_home: EdgeWatch | None = None if nodes.is_first else self._watch(0)  # the edges to node 0's home
+        self.of_home = self._watch(0)  # the edges to node 0's home, which node 0 has none of
         self._leaves: dict[int, EdgeWatch] = {}
         self._ends = threading.Event()
         self._board = NodeBoard(leaf.job, nodes.count if nodes.is_first else 1, workers)
@@ -60,7 +60,7 @@ class Report(threading.Thread):
 
     def figures(self) -> NodeFigures:
         """What this node says of itself."""
-        watches = [self.of_home] if self.of_home is not None else list(self._leaves.values())
+        watches = list(self._leaves.values()) if self._nodes.is_first else [self.of_home]
         in_groups = self.groups.sent_bytes if self.groups is not None else 0
         return NodeFigures(
             workers=self._nodes.local_workers,
@@ -82,7 +82,7 @@ class Report(threading.Thread):
             watch = self.of_leaf(node)
             told, told_ns = watch.told or NodeFigures(), watch.told_ns
             offset_ns, error_ns, trip_ns = _clock_of(watch, now_ns)
-        elif self.of_home is not None:
+        elif node != 0:
             offset_ns, error_ns, trip_ns = _clock_of(self.of_home, now_ns)
             offset_ns = -offset_ns
         row = NodeStatistics(
@@ -106,7 +106,7 @@ class Report(threading.Thread):
     def _write(self) -> None:
         now_ns = self._leaf.clock.now_ns()
         self._board.write(self.rows(now_ns))
-        if self._trace is not None and self.of_home is not None and (found := self.of_home.clock.best(now_ns)) is not None:
+        if self._trace is not None and not self._nodes.is_first and (found := self.of_home.clock.best(now_ns)) is not None:
             self._trace.offset(found)
 
     def close(self) -> None:

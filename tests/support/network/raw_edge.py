@@ -189,7 +189,7 @@ class RawEdge:
 
     def proof(self, nonces: bytes, secret: Secret) -> Header:
         name = self.name()
-        code = mac(secret, "edge", "leaf", nonces, name.job, 0, name.node, name.epoch, name.layout)
+        code = mac(secret, "edge", "leaf", nonces, name.job, name.node, name.epoch, name.layout)
         return Header(Kind.PROOF, layout=name.layout, text=code)
 
     @property
