@@ -19,7 +19,7 @@ NAMES = [*modules_of(fastps), *OF_BENCH]
 ROOMS = sorted({".".join(name.split(".")[:2]) for name in NAMES})
 
 
-SLOW = ("fastps.integrations", "fastps.processes")  # they import frameworks, and start workers
+SLOW = ("fastps.evaluation", "fastps.integrations", "fastps.processes")  # they import frameworks, and start processes
 
 
 @pytest.mark.parametrize("room", [pytest.param(room, marks=[pytest.mark.slow] * (room in SLOW)) for room in ROOMS])

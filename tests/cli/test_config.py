@@ -14,6 +14,7 @@ def _file(folder: Path, text: str) -> str:
     return str(folder / "job.toml")
 
 
+@pytest.mark.slow
 def test_the_command_line_counts_before_the_environment_and_that_before_the_file(tmp_path: Path) -> None:
     file = _file(tmp_path, 'workers = 3\nsync = "bsp"\nnonfinite = "raise"\nmax-workers = 7\n')
     arguments = ("run", "--config", file, "--sync", "asp", "--print-config")

@@ -81,6 +81,7 @@ def test_a_node_that_ends_well_waits_for_one_that_still_runs(make: Make) -> None
     assert [end.code for end in launchers.part(GOOD, GOOD)] == [0, 0]
 
 
+@pytest.mark.slow
 def test_a_launcher_that_falls_silent_is_reported_by_node_0_and_may_come_again(make: Make) -> None:
     launchers = make()
     wait_until(lambda: int(launchers.store.add(beats_key(1), 0)) > 0, 10, "no sign of life")

@@ -108,6 +108,7 @@ def test_a_program_that_a_worker_starts_is_told_whose_rank_it_has_inherited() ->
     assert fork_alone == ""
 
 
+@pytest.mark.slow
 def test_a_worker_that_lives_is_waited_for_beyond_the_timeout_and_one_that_is_stopped_is_not() -> None:
     def work(rank: int) -> tuple[int, list[str]]:
         said, model = listen(), _model()

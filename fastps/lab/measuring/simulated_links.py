@@ -172,9 +172,9 @@ def on_links(simulation: Simulation, policy: Policy, links: MeasuredLinks, model
 
     Raises PolicyError. An overlap of pulls with computing is left out, because a node's push waits for its weights.
 
-    >>> from fastps.job.disciplines import BSP
+    >>> from fastps.job.disciplines import ASP
     >>> edge = MeasuredEdge(125e6, 125e6, 125e6, 125e6, 200_000, 1_800_000)
-    >>> _, found = on_links(Simulation(workers=3), BSP(), MeasuredLinks((edge,)), ModelOnNodes(1000, 3))
+    >>> _, found = on_links(Simulation(workers=3), ASP(), MeasuredLinks((edge,)), ModelOnNodes(1000, 3))
     >>> found.model_bytes, found.routes.bandwidth, found.routes.of_worker
     (4000.0, (0.0, 125000000.0), (0, 1, 1))
     """

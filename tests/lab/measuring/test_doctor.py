@@ -65,6 +65,7 @@ def test_this_machine_passes_every_check() -> None:
     assert "." in findings["GPUs"].shown or findings["GPUs"].value == 0
 
 
+@pytest.mark.slow
 def test_rows_and_table_of_a_model() -> None:
     outcome = commands.done("doctor", "--model-size", "1e5", "--workers", "2", "--optimizer", "adam", "--json", "-")
     document = json.loads(outcome.stdout)

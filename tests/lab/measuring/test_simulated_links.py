@@ -174,6 +174,7 @@ def test_another_file_is_refused(text: str, message: str, tmp_path: Path) -> Non
         read_links(tmp_path / "nothing.json")
 
 
+@pytest.mark.slow
 def test_the_command_predicts_64_nodes_from_two_edges(tmp_path: Path) -> None:
     file = tmp_path / "links.json"
     write_json("doctor", _report().rows(), str(file))

@@ -135,6 +135,7 @@ def test_a_replay_has_the_weights_and_the_state_of_the_recorded_run(sync: str, k
     assert row["pushes"] == row["gradients"] == STEPS * WORKERS and row["checksums"] >= 2
 
 
+@pytest.mark.slow
 def test_a_run_in_which_worker_0_began_after_others_had_pushed_is_played_again(tmp_path: Path) -> None:
     """Others wait to hear whether it writes weights before its first step, which here comes after theirs."""
     attach = Worker.__init__

@@ -14,6 +14,7 @@ from tests.support import processes
 from tests.torch.any_optimizer.test_fold import STEPS, Failing, Own, are_same, loss_of, new_model, plain, train, values_of
 
 
+@pytest.mark.slow
 def test_a_server_that_runs_the_optimizer_has_the_bits_of_one_process() -> None:
     def work(rank: int) -> tuple[list[list[float]], bool]:
         torch.set_num_threads(1)
