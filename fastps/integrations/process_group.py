@@ -169,7 +169,7 @@ for _name in (*_COLLECTIVES, *_RENAMED):  # the methods of Gloo's group, as meth
 
 
 def _over(nodes: Nodes, store: Store, rank: int, size: int, timeout: timedelta) -> ProcessGroupGloo:
-    """Gloo's group of workers on several nodes, who have proved to each other that they know the job's secret.
+    """Gloo's group of workers on several nodes, which have proved to each other that they know the job's secret.
 
     Frameworks send objects as pickles, which run code in the process that reads them. Raises UsageError.
     """

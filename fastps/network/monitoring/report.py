@@ -39,7 +39,7 @@ class Report(threading.Thread):
         super().__init__(name="fastps-report", daemon=True)
         self._leaf, self._nodes, self._trace = leaf, nodes, trace
         self._host = platform.node()
-        self.of_home = self._watch(0)  # the edges to node 0's home, which node 0 has none of
+        self.of_home = self._watch(0)  # the edges to node 0's home; unused on node 0
         self._leaves: dict[int, EdgeWatch] = {}
         self._ends = threading.Event()
         self._board = NodeBoard(leaf.job, nodes.count if nodes.is_first else 1, workers)

@@ -99,5 +99,5 @@ def test_every_node_prints_the_same_report(tmp_path: Path) -> None:
     assert home["kind"] == "home" and 0 < home["fold_bytes_s"] < 1e12 and 0 < home["sum_bytes_s"] < 1e12
     assert len(read_links(files[1]).edges) == 1
     assert (link["kind"], link["node"], link["address"], step["kind"]) == ("link", 1, "127.0.0.1", "step")
-    assert step["link_ns"] == pytest.approx(1e9 * 100e6 / link["both_bytes_s"] + link["round_trip_ns"])
+    assert step["link_ns"] == pytest.approx(1e9 * 2 * (50e6 - 1e5) / link["both_bytes_s"] + link["small_round_trip_ns"])
     assert links_table([_link(1, 100e6)]).cells[0][3:6] == ["200.0", "400.0", "100.0"]
