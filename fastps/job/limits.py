@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from fastps.job.options import value_of
 from fastps.job.policy import MOST_SLOTS
 from fastps.kernels.protocol import wait
+from fastps.system.processes import is_fork
 
 if TYPE_CHECKING:
     from fastps.job.layout import Layout
@@ -45,12 +46,14 @@ def stall_ns(given_ms: float | None = None) -> int:
 def fold_threads(layout: "Layout", own: int) -> int:
     """Threads of an optimizer that runs in Python, in a job whose worker 0 has `own`.
 
-    Worker 0 also uses the cores of those that wait, at most one thread a core: OpenMP's barriers wait for all threads. A server
-    has those of its environment.
+    Worker 0 also uses the cores of those that wait, at most one thread a core: OpenMP's barriers wait for all threads. A fork
+    has its own ones only. A server has those of its environment.
     """
     if layout.has_server:
         given = os.environ.get("OMP_NUM_THREADS", "")
         return int(given) if given.isdecimal() and int(given) else own
+    if is_fork():
+        return own
     return max(own, min(own * layout.workers, len(os.sched_getaffinity(0))))
 
 

@@ -24,7 +24,7 @@ from typing import IO, Any, cast
 
 from fastps.system import garbage
 from fastps.system.clock import SYSTEM_CLOCK, Clock
-from fastps.system.processes import AdoptedProcess, ask_to_die_with_parent
+from fastps.system.processes import AdoptedProcess, ask_to_die_with_parent, note_fork
 
 READY = b"ready"
 MAX_MESSAGE_BYTES = 1 << 17
@@ -112,6 +112,7 @@ def _make_an_optimizer() -> None:
 def _begin_life(control: socket.socket, launcher: int, files: list[int]) -> None:
     """In the worker: become the launcher's child, take the order's standard streams, and answer with the process number."""
     os.setpgid(0, 0)
+    note_fork(may_have_computed=False)
     deadline_ns = SYSTEM_CLOCK.now_ns() + _ADOPTION_NS
     while os.getppid() != launcher:
         if SYSTEM_CLOCK.now_ns() >= deadline_ns:

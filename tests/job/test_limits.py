@@ -8,6 +8,7 @@ import fastps
 from fastps.job import limits as config
 from fastps.job import update_rules as rules
 from fastps.job.layout import Layout, place
+from tests.support import processes
 
 MOMENTUM = rules.SGD(0.1, momentum=0.9).rule
 
@@ -36,6 +37,8 @@ def test_an_optimizer_in_python_has_the_cores_of_the_workers_that_wait_and_a_ser
     layout = Layout(place([("w", (4,), (1,), 0)]), 1, MOMENTUM, fastps.parse_policy("bsp"), 4)
     monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(6)))
     assert [config.fold_threads(layout, own) for own in (1, 2, 8)] == [4, 6, 8]
+    fork = processes.ended(lambda: [config.fold_threads(layout, own) for own in (1, 2, 8)])
+    assert fork.outcome == [1, 2, 8], "OpenMP waits for ever for threads that a fork does not have"
     served = replace(layout, server="process")
     for given, expected in (("3", 3), ("0", 2), ("many", 2)):
         monkeypatch.setenv("OMP_NUM_THREADS", given)

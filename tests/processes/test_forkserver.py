@@ -153,7 +153,8 @@ def test_torch_is_imported_once_without_threads_and_without_cuda(
     monkeypatch.setenv("OMP_NUM_THREADS", "1")  # else the number of workers gives it
     text = "import sys\nhas_it = 'torch' in sys.modules\nimport os, torch\n"
     text += "print(has_it, torch.cuda.is_initialized(), torch.get_num_threads(),"
-    text += " len(os.listdir('/proc/self/task')), torch.initial_seed())"
+    text += " len(os.listdir('/proc/self/task')), torch.initial_seed())\n"
+    text += "from fastps.system.processes import is_fork\nassert not is_fork(), 'its parent computed nothing'"
     assert Launcher(program(tmp_path, text), 2, start_method="fork").run().exit_code == 0
     seen = [line.split()[1:] for line in capsys.readouterr().out.splitlines()]
     assert [line[:4] for line in seen] == [["True", "False", "1", "1"]] * 2

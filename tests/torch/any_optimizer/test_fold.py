@@ -124,6 +124,25 @@ def test_one_worker_has_the_weights_and_the_state_of_plain_torch(kind: str) -> N
     assert are_same(optimizer.state_dict(), inner.state_dict()), "after close, too"
 
 
+def test_workers_that_are_forks_of_a_process_with_threads_do_not_wait_for_those() -> None:
+    """OpenMP's threads are not in a fork, whose next parallel loop would wait for them."""
+
+    def work(rank: int) -> None:
+        torch.set_num_threads(1)
+        parameter = torch.nn.Parameter(torch.ones(1_000_000))
+        with fastps.DistributedOptimizer(Own([parameter])) as optimizer:
+            for _ in range(2):
+                parameter.grad = torch.ones_like(parameter)
+                optimizer.step()
+
+    def parent() -> None:
+        torch.set_num_threads(2)
+        torch.ones(1_000_000).mul_(2.0).sum()
+        processes.results(processes.start_job(work, 2), 30)
+
+    assert processes.ended(parent).exit_code == 0
+
+
 CLOSURES: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "lbfgs": lambda parameters: torch.optim.LBFGS(parameters, lr=0.5, max_iter=4),
     "line search": lambda parameters: torch.optim.LBFGS(parameters, line_search_fn="strong_wolfe"),
