@@ -98,11 +98,12 @@ def _publish_until(job: str, is_over: Callable[[], bool], ready: Callable[[], ob
 
 
 def _look_at_all(job: str, looks: int) -> tuple[int, int]:
-    """Update and look at all tensors and the tag, `looks` times. Returns the number of versions, and of mixtures."""
-    versions, mixtures, last = 0, 0, -1
+    """As `_look`, at all tensors of a publisher, and now and then at the tag."""
+    versions, mixtures, last, look = 0, 0, -1, 0
     arrays: dict[int, list[Any]] = {}  # of each weights buffer
     with WeightsReader(job, 10.0, SYSTEM_CLOCK) as reader:
-        for look in range(looks):
+        while look < looks or versions < LEAST_VERSIONS:
+            look += 1
             reader.pull()
             now, (buffer,) = reader.version, reader.buffers
             versions, last = versions + (now != last), now
