@@ -214,6 +214,8 @@ class Policy:
         self.check_workers(workers)
         return {
             **{name: getattr(self, name) for name in _SCHEDULED},
+            # So many workers are passed by at first, and still are when some have left.
+            "backups": workers - self.count if self.count else self.backups,
             "timeout_ns": int(self.push_timeout * 1e9),
             "reference": float(self.reference),
             "repeats": self.pull < 1,

@@ -37,8 +37,8 @@ cdef int _fold_all(scheduler_t *state) noexcept nogil:
 
 cdef inline bint _is_quorum(const scheduler_t *state) noexcept nogil:
     """FOLD_QUORUM: c pushes, or pushes of all live workers but the backups: those of workers that left do not count then."""
-    if state.policy.count:
-        return state.n_kept >= state.policy.count
+    if state.policy.count and state.n_kept >= state.policy.count:
+        return True
     return state.n_arrived >= max(<int64_t> 1, state.n_live - state.policy.backups)
 
 

@@ -53,7 +53,7 @@ cdef struct policy_t:
     int32_t fold, grant, release
     int32_t bound           # GRANT_BOUNDED: BOUND_NONE, or what `high` limits
     int64_t low, high
-    int64_t count           # FOLD_QUORUM: c; 0: the live workers less `backups`
+    int64_t count           # FOLD_QUORUM: c; the live workers less `backups` are enough, too; 0: they alone are
     int64_t timeout_ns      # FOLD_QUORUM: tau1
     int64_t divisor         # FOLD_COUNT: n of n-softsync
     int64_t groups          # FOLD_COUNT: leaves of a tree of servers; 0: none

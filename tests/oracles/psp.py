@@ -12,14 +12,15 @@ from tests.oracles.server import Server
 class PspServer(Server):
     """A version takes c gradients, and those within tau1 after the c-th; later gradients are dropped.
 
-    With fewer than c live workers the version is complete when all have responded. A worker has responded when its
+    The paper's workers never leave. Where some have, as many of the live ones are passed by as at first: the others' gradients
+    are enough, and at least one is needed. The version is complete when all have responded. A worker has responded when its
     gradient is in the sum, so a dropped gradient is no response. A worker that leaves after its push has given that push.
     """
 
     def __init__(self, workers: int, c: int, tau1_ns: int) -> None:
         super().__init__(workers)
         assert c >= 1 and tau1_ns >= 0
-        self.c = c
+        self.c, self.passed_by = c, workers - c
         self.tau1_ns = tau1_ns
         # Line 4: g <- 0, d <- 0. This list holds the workers whose gradients are in the sum g; its length is d.
         self.g: list[int] = []
@@ -35,8 +36,6 @@ class PspServer(Server):
         # Line 9: else. After a partial pull t' > t is possible, and one sum may hold a worker's gradients of t and of t + 1.
         self.g.append(p)  # line 10: g <- g + g', d <- d + 1
         self.waiting.add(p)
-        if len(self.g) == self.c:
-            self.deadline_ns = self.now_ns + self.tau1_ns
         return self.update_when_complete()
 
     def leave(self, worker: int, now_ns: int) -> tuple[list[int], list[int]]:
@@ -52,6 +51,9 @@ class PspServer(Server):
         return self.update_when_complete()
 
     def update_when_complete(self) -> tuple[list[int], list[int]]:
+        have_responded = len(set(self.g) & set(self.t))
+        if len(self.g) >= self.c or have_responded >= max(1, len(self.t) - self.passed_by):
+            self.deadline_ns = self.now_ns + self.tau1_ns if self.deadline_ns is None else self.deadline_ns
         # Line 12: until timeout tau1 after c gradients have been received or all workers have responded.
         timeout = self.deadline_ns is not None and self.now_ns >= self.deadline_ns
         all_have_responded = bool(self.g) and set(self.t) <= set(self.g)

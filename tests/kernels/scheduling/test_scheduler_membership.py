@@ -128,9 +128,10 @@ def test_leaves_and_joins_are_decided_as_the_oracle_decides_them(spec: str, seed
         assert _first_difference(played, played.scheduler(4), f"{spec} {seed}", 200) == ""
 
 
-@pytest.mark.parametrize("backups", [1, 2])
-def test_a_quorum_that_does_not_follow_the_live_workers_is_found(backups: int) -> None:
+@pytest.mark.parametrize("spec", ["backup:1", "backup:2", "psp:3,0.5", "psp:2,0.5,push_timeout=5e-9"])
+def test_a_quorum_that_does_not_follow_the_live_workers_is_found(spec: str) -> None:
     """A mutant: N as it was at the start."""
-    played = play(f"backup:{backups}")
-    values = {**played.policy(4).values(4), "backups": 0, "count": 4 - backups}
+    played = play(spec)
+    values = dict(played.policy(4).values(4))
+    values |= {"count": 4 - values["backups"], "backups": 0}
     assert any(_first_difference(played, Scheduler(4, **values), f"mutant {seed}", 200) for seed in range(20))

@@ -112,6 +112,20 @@ PSP = [
         push(0, 7, 1, [0], [0]),
         leave(0, 8, [], []),
     ]),
+    Sequence("of the live workers as many are passed by as at first (fastps' choice); a leaver's gradient is one of the c",
+        "psp", 4, "psp:3,0.5", version=2, dropped={0: 0, 1: 0, 2: 1}, events=[
+        push(0, 1, 0, [], []),
+        leave(3, 2, [], []),  # three live, so two are enough
+        push(1, 3, 0, [0, 1], [0, 1]),
+        push(2, 4, 0, [], [2]),
+        push(0, 5, 1, [], []),
+        leave(0, 6, [], []),  # two live, so one is
+        push(1, 7, 1, [0, 1], [1]),
+    ]),
+    Sequence("a leave may be what the timer begins with",
+        "psp", 3, "psp:2,0.5,push_timeout=10e-9", version=1, events=[
+        push(0, 1, 0, [], []), leave(2, 5, [], [], due=15), fire([0], [0]),
+    ]),
     Sequence("a leaver's gradient keeps the timer running",
         "psp", 2, "psp:1,0.5,push_timeout=10e-9", version=2, dropped={1: 1}, events=[
         push(0, 1, 0, [], [], due=11),

@@ -140,15 +140,13 @@ def test_a_worker_that_dies_leaves_the_optimizer_to_the_others_and_a_checkpoint_
 
 
 @pytest.mark.slow
-def test_two_jobs_of_a_script_do_not_wait_for_each_other_where_some_pushes_make_a_version() -> None:
-    """A worker 0 that ran the optimizer would wait in one job for workers that wait for it in the other.
-
-    Not under psp, whose versions need as many pushes as before when a worker has left: docs/disciplines.md.
-    """
+@pytest.mark.parametrize("sync", ["backup:1,shards=1", "psp:2,1,shards=1"])
+def test_two_jobs_of_a_script_do_not_wait_for_each_other_where_some_pushes_make_a_version(sync: str) -> None:
+    """A worker 0 that ran the optimizer would wait in one job for workers that wait for it in the other."""
 
     def work(rank: int) -> int:
         model = new_model()
-        jobs = [fastps.DistributedOptimizer(Own([each]), "backup:1,shards=1", timeout_s=20) for each in model.parameters()]
+        jobs = [fastps.DistributedOptimizer(Own([each]), sync, timeout_s=20) for each in model.parameters()]
         for step in range(60):
             for optimizer in jobs:
                 optimizer.zero_grad()
