@@ -50,8 +50,10 @@ def train(rank: int, sync: str, name: str, rate: float, seed: int, epochs: int, 
         for chosen in torch.randperm(len(labels), generator=generator).split(BATCH):  # type: ignore[no-untyped-call]
             for optimizer in optimizers:
                 optimizer.zero_grad()
-            torch.nn.functional.cross_entropy(model(inputs[chosen]), labels[chosen]).backward()  # type: ignore[no-untyped-call]
+            loss = torch.nn.functional.cross_entropy(model(inputs[chosen]), labels[chosen])
+            loss.backward()  # type: ignore[no-untyped-call]
             for optimizer in optimizers:
+                optimizer.report_loss(loss.item(), len(chosen))
                 optimizer.step()
     for optimizer in optimizers:
         optimizer.wait_for_others()
@@ -99,7 +101,7 @@ def main() -> None:
     )
     file = parser.parse_args().json
     rows = json.loads(file.read_text()) if file.exists() else []
-    for sync in SYNC[len(rows) :]:
+    for sync in (each for each in SYNC if all(row["sync"] != each for row in rows)):
         rows.append(measured(sync))
         file.write_text(json.dumps(rows, indent=1))
     print(table(rows))
