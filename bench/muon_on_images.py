@@ -19,8 +19,8 @@ from fastps.bench.optimizer import Muon
 from fastps.lab.demo import data, models
 
 WORKERS, BATCH, EPOCHS = 4, 16, 4
-SYNC: tuple[str, ...] = ("bsp", "asp", "ssp:3", "dssp:3,15", "backup:1", "psp:3,1", "hardsync:64", "softsync:1", "softsync:4")
-SYNC += ("adv:4", "adv*:4", "r2sp")
+SYNC: tuple[str, ...] = ("bsp", "asp", "ssp:3", "dssp:3,15", "backup:1", "psp:3,1,shards=1")
+SYNC += ("hardsync:64", "softsync:1", "softsync:4", "adv:4", "adv*:4", "r2sp")
 SEEDS = 11, 12
 RATES = {"muon": (0.005, 0.01, 0.02, 0.04), "adamw": (0.0005, 0.001, 0.002, 0.004)}
 OF_THE_REST = 0.001  # AdamW's rate beside Muon
@@ -104,7 +104,7 @@ def main() -> None:
     for sync in (each for each in SYNC if all(row["sync"] != each for row in rows)):
         rows.append(measured(sync))
         file.write_text(json.dumps(rows, indent=1))
-    print(table(rows))
+    print(table(sorted(rows, key=lambda row: SYNC.index(row["sync"]))))
 
 
 if __name__ == "__main__":
