@@ -15,6 +15,7 @@ from fastps.bench import advised_learning as bench
 SETTING = bench.Setting("digits", 4, "equal", 0.9)
 
 
+@pytest.mark.slow
 def test_the_gradient_is_torchs() -> None:
     task = bench.perceptron("digits")
     weights = task.first_weights(3)

@@ -45,6 +45,7 @@ def test_kernels_pass_against_double_precision_and_a_wrong_one_does_not(
     assert not any(row["ok"] for row in gpu_check.check_kernels(device, sizes))
 
 
+@pytest.mark.slow
 def test_every_size_has_a_finite_reference_and_one_that_is_not_is_the_checks_own_failure(
     device: HostDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -31,6 +31,7 @@ def test_runs_follow_one_another_until_the_minutes_are_over_and_the_rest_say_so(
     assert capsys.readouterr().out.splitlines()[0].endswith("--parameters 1e6 --workers 2 --repeats 3: 1 rows")
 
 
+@pytest.mark.slow
 def test_a_run_that_fails_or_takes_too_long_is_a_row_with_its_reason() -> None:
     [row] = many_cores.measure(("step", "--against", "nobody"), 1, 60)
     assert "nobody" in row["missing"]

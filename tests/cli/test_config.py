@@ -53,6 +53,7 @@ def test_a_file_that_is_not_there_and_a_script_that_is_missing_are_one_sentence(
     assert "expected a script, found none, as in fastps run -n 4 train.py" in commands.refused("run", "-n", "2")
 
 
+@pytest.mark.slow
 def test_a_variable_that_holds_nonsense_is_named_and_those_of_nodes_are_read_on_several_nodes_alone(tmp_path: Path) -> None:
     script = program(tmp_path, "")[1]
     said = commands.refused("run", script, FASTPS_MAX_WORKERS="many")

@@ -35,6 +35,7 @@ def test_an_unknown_option_is_answered_with_the_nearest(arguments: tuple[str, ..
 
 
 @pytest.mark.parametrize("name", ["--nproc-per-node", "--nproc_per_node", "-np"])
+@pytest.mark.sampled(2)
 def test_names_of_other_launchers_are_understood(name: str, tmp_path: Path) -> None:
     script = program(tmp_path, "import os; print(os.environ['FASTPS_WORKERS'])")[1]
     ended = commands.done("run", name, "2", "--max-restarts", "1", script)

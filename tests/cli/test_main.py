@@ -28,7 +28,7 @@ def _python(*arguments: str) -> "subprocess.CompletedProcess[str]":
     return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, check=False, env=environment)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize(("arguments", "message"), [
     (["train", "--sync", "foo"], "unknown synchronization 'foo': expected one of bsp[,tune=true], asp"),
     (["train", "--sync", "ssp:-1"], "expected s of 0"),
@@ -175,7 +175,7 @@ def test_debug_shows_the_traceback() -> None:
     assert "Traceback" in commands.fastps("--debug", "train", "--sync", "foo").stderr
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("command", list(COMMANDS))
 def test_every_commands_help_has_an_example(command: str) -> None:
     outcome = commands.fastps(command, "--help")
@@ -210,6 +210,7 @@ def test_the_example_runs_alone_under_fastps_run_and_under_torchrun(way: str) ->
     assert "after 100 updates" in example_programs.run(way, "train.py").stdout
 
 
+@pytest.mark.slow
 def test_options_after_the_script_are_the_scripts(tmp_path: Path) -> None:
     script = program(tmp_path, "import sys; print(sys.argv[1:])")[1]
     outcome = commands.fastps("run", "-n", "1", script, "-n", "7", "--sync", "x", "--help")
@@ -297,6 +298,7 @@ def test_the_version_is_printed_without_a_command() -> None:
     assert (outcome.returncode, outcome.stdout.strip()) == (0, fastps.__version__)
 
 
+@pytest.mark.slow
 def test_resuming_takes_the_newest_whole_checkpoint_and_says_so_and_starts_nothing_without_one(tmp_path: Path) -> None:
     script, saved = program(tmp_path, "import os; print('from', os.environ['FASTPS_RESUME'])")[1], tmp_path / "saved"
     with fastps.Store.create({"w": np.ones(3, np.float32)}, fastps.SGD(lr=1.0)) as store, store.attach(0) as worker:

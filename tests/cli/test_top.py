@@ -456,6 +456,7 @@ def test_a_command_line_that_anybody_may_have_chosen_is_printable_and_short() ->
     assert len(top.command_text(["a" * 5000])) == 83 and top.command_text([]) == ""
 
 
+@pytest.mark.slow
 def test_a_job_is_named_by_the_option_or_the_environment_and_quiet_leaves_the_line_out(tmp_path: Path) -> None:
     script = program(
         tmp_path, "import os; print(os.environ['FASTPS_JOB'], os.environ['FASTPS_RUN'] == os.environ['FASTPS_JOB'])"

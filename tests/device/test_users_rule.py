@@ -61,6 +61,7 @@ def test_a_worker_compiles_what_it_needs_before_it_attaches() -> None:
     assert prepared == [(name, LANE_FREE) for name in ("fps_check_float16", "fps_copy", "fps_fold_adam_float16")]
 
 
+@pytest.mark.slow
 def test_a_text_that_computes_something_else_is_refused_with_an_example(device: HostDevice) -> None:
     rule = twins.slowing()
     wrong = replace(rule, cuda=rule.cuda.replace("sqrtf(square)", "square"))
@@ -69,6 +70,7 @@ def test_a_text_that_computes_something_else_is_refused_with_an_example(device: 
     users_rule.prepare(device, layout_of(rule), [twins.RULES["slowing"]().hyper])
 
 
+@pytest.mark.slow
 def test_a_rule_without_a_text_or_with_sums_is_refused(device: HostDevice) -> None:
     with pytest.raises(fastps.UnsupportedError, match=r"expected rule 'plain' in C, too.*found no cuda="):
         users_rule.prepare(device, layout_of(replace(twins.plain(), cuda="")), [])

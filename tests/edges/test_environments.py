@@ -129,6 +129,7 @@ def test_a_run_inside_a_replaced_worker_begins_a_job_of_its_own(monkeypatch: pyt
     assert "FASTPS_JOINS" not in Launcher(["true"], 2)._variables(0, 0)
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("seed", range(_FEW))
 def test_a_job_trains_or_says_why_not(seed: int, tmp_path: Path) -> None:

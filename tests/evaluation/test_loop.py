@@ -151,6 +151,7 @@ def test_the_best_version_is_kept_as_torch_saves_it(mode: str, best: float, tmp_
     assert file.stat().st_size < 10_000, "not the memory of all tensors for each"
 
 
+@pytest.mark.slow
 def test_it_follows_a_trainer_that_begins_anew_and_ends_without_one(tmp_path: Path) -> None:
     with _publisher() as publisher:
         _publish(publisher, 1.0)

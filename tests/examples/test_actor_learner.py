@@ -16,6 +16,7 @@ def test_the_evaluator_finds_the_task_solved_and_ends_the_training(way: str) -> 
     assert "solved in" in shown
 
 
+@pytest.mark.slow
 def test_training_that_does_not_solve_the_task_ends_at_its_budget() -> None:
     figures, shown = example_programs.figures("alone", "actor_learner/main.py", "--updates", "25", "--solved", "501")
     assert not figures["solved"]

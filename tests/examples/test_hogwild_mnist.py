@@ -8,6 +8,7 @@ SMALL = ("--images", "1024", "--epochs", "4", "--lr", "0.05")
 UPDATES_OF_A_WORKER = 4 * 1024 // 64
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("way", example_programs.WAYS)
 def test_it_learns_digits_and_no_update_is_lost(way: str) -> None:

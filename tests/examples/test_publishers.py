@@ -8,6 +8,7 @@ import torch
 from tests.support import example_programs
 
 
+@pytest.mark.slow
 def test_actors_learn_catch_with_weights_that_they_read() -> None:
     figures, shown = example_programs.figures("alone", "actors_and_learner.py", "--solved", "0.5")
     assert figures["solved"] and "solved in" in shown, "it begins at about -0.6"

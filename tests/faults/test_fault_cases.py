@@ -382,6 +382,7 @@ def test_case_25_many_more_workers_than_cores() -> None:
             worker.close()
 
 
+@pytest.mark.slow
 def test_case_25_uneven_data_ends_hang_nobody() -> None:
     def work(store: fastps.Store, rank: int) -> int:
         with store.attach(rank) as worker:

@@ -120,6 +120,7 @@ def test_backward_after_a_step_that_waited_in_vain_leaves_what_was_pushed_alone(
         other.close()
 
 
+@pytest.mark.slow
 def test_a_job_that_was_stopped_as_a_whole_for_longer_than_its_timeout_goes_on() -> None:
     def work(store: fastps.Store, rank: int) -> None:
         with store.attach(rank) as worker:

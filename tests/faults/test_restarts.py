@@ -174,6 +174,7 @@ def _lose_twice(folder: Path, before_second: Callable[[Launcher], None]) -> list
     return [(folder / f"life-{restart}").read_text().split() for restart in range(3)]
 
 
+@pytest.mark.slow
 def test_one_fork_server_forks_all_workers_and_replacements_which_are_processes_like_others(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -186,6 +187,7 @@ def test_one_fork_server_forks_all_workers_and_replacements_which_are_processes_
     assert printed == [f"[1] life {life}" for life in range(3)]
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=lambda number: number.name)
 def test_without_a_fork_server_that_answers_a_replacement_is_a_new_process(tmp_path: Path, number: signal.Signals) -> None:
@@ -210,6 +212,7 @@ def test_a_fork_server_ends_without_a_word_with_a_launcher_that_has_read_nothing
     assert (server.returncode, said) == (0, "")
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("word", [None, "continue"])
 def test_without_restarts_left_the_others_go_on_alone_and_the_launch_fails_unless_told_to_continue(

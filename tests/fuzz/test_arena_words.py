@@ -265,6 +265,7 @@ def test_whatever_is_written_over_ends_by_an_error_of_fastps(sandbox: Sandbox) -
     fuzz("words of the arena", check)
 
 
+@pytest.mark.slow
 def test_an_example_without_wounds_ends_without_an_error(sandbox: Sandbox) -> None:
     """Without overwritten words an example must not fail; otherwise the test above could blame its own actions."""
     for sync in SCHEMES:

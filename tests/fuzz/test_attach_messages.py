@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Iterator
 
+import pytest
 from hypothesis import strategies as st
 
 from fastps.kernels.memory import rendezvous as answer
@@ -82,6 +83,7 @@ def _send(connection: socket.socket, message: bytes, pieces: list[int], sent: li
             connection.sendmsg([message or b"x"], rights)
 
 
+@pytest.mark.slow
 def test_whatever_is_said_the_next_joiner_is_served() -> None:
     """Several clients at a time: some close the connection, some wait, and some send descriptors."""
     job, memory, pidfd = f"fuzz-{secrets.token_hex(6)}", os.memfd_create("fuzz"), os.pidfd_open(os.getpid())

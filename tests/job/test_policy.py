@@ -347,6 +347,7 @@ def _policies(draw: st.DrawFn) -> fastps.Policy:
 
 
 @pytest.mark.parametrize("name", [*_named, "policy"])
+@pytest.mark.sampled(3)
 def test_a_policys_spec_reads_as_the_policy(name: str) -> None:
     @settings(max_examples=60 if name in _named else 200, deadline=None)
     @given(_named.get(name, _policies_of_values()))

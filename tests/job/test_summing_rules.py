@@ -61,6 +61,7 @@ def _updates() -> tuple[Any, ...]:
     return lars()(learning_rate=0.1), one_sum()(learning_rate=0.1, beta=0.9), seven()(learning_rate=0.1)
 
 
+@pytest.mark.slow
 @settings(max_examples=20, deadline=None, derandomize=True)
 @given(
     update=st.deferred(lambda: st.sampled_from(_updates())),

@@ -106,6 +106,7 @@ def _doubled() -> fastps.UserRule:
     return scaled
 
 
+@pytest.mark.slow
 def test_the_digest_tells_numbers_from_outside_and_code_apart_and_nothing_else() -> None:
     assert _made(1.0).digest == _made(1.0).digest
     assert len({_made(1.0).digest, _made(2.0).digest, _doubled().digest}) == 3

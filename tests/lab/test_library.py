@@ -71,6 +71,7 @@ def test_disciplines_are_compared_on_a_network_and_on_a_script() -> None:
     assert row["sync"] == "asp" and row["steps"] == 200
 
 
+@pytest.mark.slow
 def test_dir_shows_what_a_script_needs() -> None:
     code = "import fastps; print(*dir(fastps)); print(fastps.simulate.__module__, fastps.SGD(lr=1.0).rule.name)"
     names, used = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.splitlines()

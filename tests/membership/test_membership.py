@@ -89,6 +89,7 @@ def test_a_job_whose_workers_all_died_goes_on_with_the_next() -> None:
         assert store.version >= before + 40
 
 
+@pytest.mark.slow
 def test_a_lane_may_change_hands_many_times() -> None:
     """Each owner is killed while it works, and the next comes at once: by generation, nothing of one is taken for another's."""
     with _store("asp", workers=2) as store:

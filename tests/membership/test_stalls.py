@@ -58,6 +58,7 @@ def _working(sync: str, steps: int, **options: Any) -> Iterator[tuple[fastps.Sto
         assert set(store.weight_views(store.committed()[0])[0].tolist()) == {-3.0 * steps}, "a push is lost or doubled"
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("sync", ["asp", "dssp:3,15"])
 def test_the_others_go_on_without_a_worker_that_is_stopped_in_its_fold(monkeypatch: pytest.MonkeyPatch, sync: str) -> None:

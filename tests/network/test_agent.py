@@ -171,6 +171,7 @@ def test_a_killed_node_is_named_everywhere_at_once(victim: int, tmp_path: Path) 
             assert f"node {victim}" in text
 
 
+@pytest.mark.slow
 def test_an_edge_that_is_lost_while_it_first_opens_is_opened_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """The home finds the new connection closed, as was seen once on busy cores. The agents are forked from here."""
     opened = GlooLink.__init__

@@ -118,6 +118,7 @@ def test_bits_do_not_depend_on_whether_sums_begin_during_backward(tmp_path: Path
         assert found == expected, name
 
 
+@pytest.mark.slow
 def test_marks_are_of_parts_from_the_last_on_and_a_push_says_what_was_written(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(wire, "part_count", lambda numbers: 2)
 

@@ -177,6 +177,7 @@ def _check(sync: str, played: tuple[Any, ...], ends: list[Any], logs: str) -> No
         assert after[0] <= before[0] + 2 and after[1] <= before[1] + 2, f"descriptors or threads leak: {summary}"
 
 
+@pytest.mark.slow
 def test_a_hostile_node_is_refused_and_harms_nobody(tmp_path: Path) -> None:
     _play(("gloo", "", "bsp", False), tmp_path, 1.0, 8, settles=False)
 

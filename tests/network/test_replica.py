@@ -115,6 +115,7 @@ def test_a_job_over_two_nodes_has_the_weights_and_the_state_of_one_node() -> Non
                     assert np.array_equal(tensor, of_first), name
 
 
+@pytest.mark.slow
 def test_what_a_worker_of_one_node_writes_into_the_job_reaches_the_other_nodes() -> None:
     """Weights and state that node 1 alone writes; the next version of all nodes begins from them."""
 
@@ -141,6 +142,7 @@ def test_what_a_worker_of_one_node_writes_into_the_job_reaches_the_other_nodes()
     assert nodes.train((1, 1), work) == [([-1.0, 8.5, 6.75, 1.75], 5.0)] * 2
 
 
+@pytest.mark.slow
 def test_an_optimizer_that_was_loaded_before_it_is_wrapped_goes_on_with_node_0s_state() -> None:
     def work(rank: int) -> Any:
         weights = torch.nn.Parameter(torch.zeros(4))
@@ -185,6 +187,7 @@ def test_nodes_whose_workers_make_different_numbers_of_steps_end_with_the_same_w
     assert nodes.train((1, 1), work) == [(-2 * 1.5 - 3 * 2.0, 5)] * 2
 
 
+@pytest.mark.slow
 def test_a_job_starts_once_the_workers_of_all_nodes_have_attached() -> None:
     def work(rank: int) -> Any:
         weights = torch.nn.Parameter(torch.zeros(4))
@@ -249,6 +252,7 @@ def test_workers_that_do_not_average_when_others_do_end_the_job() -> None:
         assert "the workers of node 1 average their buffers, and those of node 0 make a step" in text
 
 
+@pytest.mark.slow
 def test_statistics_have_a_row_for_each_worker_of_all_nodes() -> None:
     def work(rank: int) -> Any:
         weights = torch.nn.Parameter(torch.zeros(4))

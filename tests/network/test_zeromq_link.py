@@ -236,6 +236,7 @@ def test_a_job_of_two_nodes_trains_over_encrypted_links() -> None:
     assert found[0] == found[1]
 
 
+@pytest.mark.slow
 def test_a_peer_that_ends_while_nobody_reads_what_it_sent_does_not_abort_this_process(store: TCPStore) -> None:
     """libzmq's own heartbeats ended the process here: Assertion failed: !_io_error."""
 

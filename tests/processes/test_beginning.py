@@ -101,6 +101,7 @@ while not (folder / "second").exists():
 """
 
 
+@pytest.mark.slow
 def test_a_replacement_begins_the_job_of_a_lone_worker_anew_and_the_launcher_says_so(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

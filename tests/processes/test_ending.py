@@ -110,6 +110,7 @@ def test_a_signal_reaches_the_workers_once_and_they_save_until_they_are_done(
     assert job.process.wait(60) == code, job.log
 
 
+@pytest.mark.slow
 def test_warnings_reach_the_workers_and_end_nothing(start: Start) -> None:
     numbers = [signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP]
     job = start(f"for number in {[int(number) for number in numbers]}: signal.signal(number, note)\nready()\nwait_for('end')")
@@ -148,6 +149,7 @@ def test_a_worker_that_waits_for_its_gpu_deaf_to_signals_is_killed_by_name_withi
     assert time.monotonic() - began < 25, "not after the usual grace of 30 s"
 
 
+@pytest.mark.slow
 def test_ctrl_z_stops_the_workers_with_the_launcher_and_sigcont_wakes_them(start: Start) -> None:
     job = start("ready()\nwait_for('end')")
     workers = job.await_workers()
@@ -161,6 +163,7 @@ def test_ctrl_z_stops_the_workers_with_the_launcher_and_sigcont_wakes_them(start
     assert job.process.wait(60) == 0, job.log
 
 
+@pytest.mark.slow
 def test_a_second_ctrl_c_kills_at_once(start: Start) -> None:
     job = start("signal.signal(signal.SIGINT, note)\nready()\nwait_for('never')")
     workers = job.await_workers()

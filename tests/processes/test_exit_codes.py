@@ -86,6 +86,7 @@ def test_job_goes_on_after_a_loss_where_the_script_or_the_variable_says_so(
     assert [worker.exit_code for worker in outcome.workers] == [int(says == "neither"), -9]
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("says", ["script", "argument"])
 def test_spawn_goes_on_after_a_loss_as_a_launcher_does(says: str, tmp_path: Path) -> None:
@@ -110,6 +111,7 @@ def test_failure_over_a_process_group_names_the_cure_where_the_launcher_chose_th
     assert ("--env fastps" in " ".join(str(failure_panel(outcome).renderable).split())) == is_said
 
 
+@pytest.mark.slow
 def test_worker_that_ends_early_does_not_prevent_replacements() -> None:
     script = "if rank == 1: sys.exit(0)\ntime.sleep(1)\nif rank == 2 and fresh: os.kill(os.getpid(), 9)\ntime.sleep(1)"
     outcome = _run(script, JobOptions(restarts=1))

@@ -101,7 +101,7 @@ CASES = {
 }
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("case", list(CASES))
 def test_a_forked_worker_ends_as_a_new_process_does(tmp_path: Path, capsys: pytest.CaptureFixture[str], case: str) -> None:
     text = CASES[case]
@@ -194,6 +194,7 @@ def test_torch_is_imported_for_scripts_that_need_more_than_the_standard_library(
     assert Program(program(tmp_path, text)).imports == imports
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL], ids=["Ctrl-C", "the launcher's death"])
 @pytest.mark.sampled(2)
 def test_the_end_of_the_launcher_while_the_fork_server_imports_ends_all(tmp_path: Path, number: signal.Signals) -> None:

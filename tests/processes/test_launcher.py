@@ -54,6 +54,7 @@ def test_the_first_failure_is_reported_and_the_others_are_ended(tmp_path: Path) 
     assert [worker.exit_code for worker in outcome.workers] == [-signal.SIGTERM, 1, -signal.SIGTERM]
 
 
+@pytest.mark.slow
 def test_workers_that_ignore_everything_are_killed(tmp_path: Path) -> None:
     text = (
         "import os, signal, sys, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
@@ -91,6 +92,7 @@ def test_ctrl_c_ends_everything_within_five_seconds(tmp_path: Path, stubborn: bo
     assert not any(child.is_running() for child in children)
 
 
+@pytest.mark.slow
 def test_killing_the_launcher_kills_its_workers(tmp_path: Path) -> None:
     job, children = _start_two(program(tmp_path, "import time; time.sleep(60)")[1])
     job.kill()
@@ -116,6 +118,7 @@ def test_survivors_of_a_real_job_end_by_themselves_naming_the_first(sync: str, m
         assert "WorkerDiedError: worker 2" in worker.errors.tail[-1] or "worker 2" in worker.errors.tail[-1]
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("method", ["fork", "spawn"])
 def test_worker_0_reads_what_is_piped_into_the_launcher_and_no_other_does(tmp_path: Path, method: str) -> None:

@@ -107,6 +107,7 @@ def _config_of(words: list[str]) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 @needs_the_examples
 def test_the_commands_of_the_unit_and_of_the_image_are_understood() -> None:
     unit = (EXAMPLES / "fastps.service").read_text()

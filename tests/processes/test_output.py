@@ -205,6 +205,7 @@ def test_launcher_shows_a_bar_before_its_next_update_comes(tmp_path: Path, monke
     assert terminal.shown() == ["[0] 50%"]
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(6)
 @pytest.mark.parametrize(
     "before", [["python"], ["python3"], [sys.executable], ["python", "-u"], ["python", "-m"], ["environment/bin/python"]]
@@ -219,6 +220,7 @@ def test_interpreter_before_the_script_is_this_one(before: list[str], tmp_path: 
     assert ended.stdout == f"[0] ['--flag'] {sys.executable}\n", ended.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", ["python", "./python", "folder/python"])
 def test_script_that_is_called_python_is_a_script(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -315,6 +317,7 @@ def test_a_launch_in_json_writes_an_object_a_line_its_own_sentences_too(tmp_path
     assert (tmp_path / "logs" / "0" / "stdout.log").read_text() == "done\n"
 
 
+@pytest.mark.slow
 def test_a_folder_for_logs_that_cannot_be_made_and_another_format_are_refused(tmp_path: Path) -> None:
     script = program(tmp_path, "")[1]
     assert "--log-dir /dev/null/x: expected a folder, found: Not a directory" in refused(

@@ -93,6 +93,7 @@ def test_an_output_that_takes_nothing_does_not_end_the_job(
     assert said == [NOBODY, f"4 lines to standard output were lost: {reason}"]
 
 
+@pytest.mark.slow
 def test_a_pipe_that_its_reader_closes_does_not_end_the_job(tmp_path: Path) -> None:
     text = "print('first', flush=True)\nwhile not os.path.exists(folder + '/closed'): time.sleep(0.02)\nprint('second')"
     process = started([*RUN, "-n", "1", _script(tmp_path, text)])
@@ -104,6 +105,7 @@ def test_a_pipe_that_its_reader_closes_does_not_end_the_job(tmp_path: Path) -> N
     assert process.wait(60) == 0
 
 
+@pytest.mark.slow
 def test_a_reader_that_is_slower_than_the_workers_gets_every_line(tmp_path: Path) -> None:
     count = 3 * MOST_BYTES // 1000
     text = f"for number in range({count}): print(number, 'x' * 990)"
@@ -125,6 +127,7 @@ def test_closed_streams_of_the_command_take_no_pipe_of_a_worker(tmp_path: Path) 
     assert (ended.returncode, (tmp_path / "done").exists()) == (0, True)
 
 
+@pytest.mark.slow
 def test_a_launcher_whose_output_nobody_reads_replaces_workers_and_obeys_signals(tmp_path: Path) -> None:
     text = (
         "if os.environ['FASTPS_RANK'] == '0':\n"

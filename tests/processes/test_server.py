@@ -193,6 +193,7 @@ def test_a_stopped_worker_that_is_waited_for_is_named_as_stopped() -> None:
             processes.finish([child], 20)
 
 
+@pytest.mark.slow
 def test_an_optimizer_of_torch_has_the_same_bits_with_a_server_that_a_launched_job_asks_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -269,6 +270,7 @@ def test_a_server_that_rests_for_long_sleeps() -> None:
         assert sum(server.cpu_times()[:2]) - before_s < 0.3
 
 
+@pytest.mark.slow
 def test_the_turn_of_a_server_that_dies_in_a_fold_is_broken() -> None:
     """Four million parameters: nearly all of the server's time is the fold's."""
     weights = {"w": np.ones(1 << 22, np.float32)}
@@ -398,6 +400,7 @@ def _device_steps(store: DeviceStore, rank: int, steps: int, make: Callable[[int
         return {name: np.array(values) for name, values in worker.weights.items()}
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("sync", ["bsp", "psp:2,0.5,shards=2"])
 def test_a_server_that_owns_a_devices_memory_has_the_bits_of_the_cpu(sync: str) -> None:

@@ -185,6 +185,7 @@ print(setting.rate, [pickle.load(open(f"{sys.argv[1]}/{rank}", "rb")).rate for r
 """
 
 
+@pytest.mark.slow
 def test_unguarded_program_hands_over_what_its_names_mean_at_the_call(tmp_path: Path) -> None:
     lines = output([*program(tmp_path, PROGRAM), str(tmp_path)]).splitlines()
     assert lines[-3:] == ["as it had to", "as it had to", "0.75 [1.5, 1.5]"]
@@ -373,6 +374,7 @@ def test_ctrl_c_ends_all_that_spawn_started(method: str, tmp_path: Path) -> None
     _await_end(numbers)
 
 
+@pytest.mark.slow
 def test_second_ctrl_c_kills_workers_that_ignore_signals(tmp_path: Path) -> None:
     running, numbers = _waiting(tmp_path, "forkserver", stubborn=True)
     os.kill(running.pid, signal.SIGINT)

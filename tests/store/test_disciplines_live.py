@@ -94,7 +94,7 @@ ROWS = [
 ]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("sync", ROWS)
 def test_every_discipline_runs_live_and_folds_or_drops_each_push_once(sync: str) -> None:
     found = run(sync, 4, step_s=0.001, seconds=0.4)
@@ -169,6 +169,7 @@ def test_softsync_has_a_mean_staleness_near_n_and_hardly_ever_more_than_twice_th
     assert beyond <= 0.01 * counted.total()
 
 
+@pytest.mark.slow
 @pytest.mark.timing
 def test_r2sp_has_a_staleness_of_workers_less_one_and_fewer_zero_gaps_than_bsp() -> None:
     """R2SP, section III-C: each misses N - 1 updates; Figure 8: few zero gaps, where bsp has (N - 1) / N of them.
@@ -221,6 +222,7 @@ def test_a_step_without_a_gradient_is_no_workers_first_batch() -> None:
         assert (worker.weights["w"].tolist(), worker.batch_size) == ([-1.0] * 4, 32)
 
 
+@pytest.mark.slow
 @pytest.mark.timing
 def test_one_backup_worker_doubles_the_speed_beside_a_straggler_of_factor_4() -> None:
     factors = {2: 4.0}

@@ -52,6 +52,7 @@ def test_workers_with_data_of_their_own_are_not(sync: str) -> None:
     assert _warnings(sync, lambda rank, step: _drawn(10 * step + rank)) == [[], []]
 
 
+@pytest.mark.slow
 def test_one_equal_batch_and_gradients_of_zero_are_no_reason() -> None:
     assert _warnings("bsp", lambda rank, step: _drawn(0 if step == 0 else 10 * step + rank)) == [[], []]
     assert _warnings("bsp", lambda rank, step: torch.zeros(4, 3) * float(rank), steps=1) == [[], []]

@@ -78,6 +78,7 @@ def test_closed_and_killed_readers_give_their_buffers_back_and_others_read_on() 
         assert _allocated(store) == before
 
 
+@pytest.mark.slow
 def test_a_reader_that_comes_while_places_are_taken_for_a_moment_finds_one() -> None:
     with _store(sync="asp") as store, store.attach(0) as worker:
         for _ in range(3):

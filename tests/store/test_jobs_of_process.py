@@ -60,6 +60,7 @@ def test_close_before_the_next_wrap_is_exact_where_all_have_made_the_same_steps(
     assert _run("bsp", lambda optimizer: optimizer.close()) == [float(EPOCHS * STEPS)] * 2
 
 
+@pytest.mark.slow
 def test_pushes_that_came_after_worker_0_closed_are_refused_at_the_next_wrap() -> None:
     first, _ = _run("asp", lambda optimizer: optimizer.close(), timeout_s=2)  # the second waits for a job that nobody makes
     assert first[0] == "UsageError"

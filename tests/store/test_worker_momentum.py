@@ -36,6 +36,7 @@ def _gradient(worker: int, weights: Any) -> Vector:
     return [float(weight) - worker - index for index, weight in enumerate(weights)]
 
 
+@pytest.mark.slow
 @settings(max_examples=15, deadline=None)
 @given(st.sampled_from(SPECS), st.integers(0, 2**32 - 1), st.sampled_from((0.0, 0.5, 0.9)), st.booleans())
 def test_live_workers_move_the_weights_as_the_oracle_says(spec: str, seed: int, mu: float, nesterov: bool) -> None:

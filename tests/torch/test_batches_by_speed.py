@@ -64,9 +64,10 @@ def _orders() -> list[list[int]]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("loader", "optimizer"), [
     ("shard", "torch.optim.SGD"),
-    pytest.param("BatchSampler", "type('Own', (torch.optim.SGD,), {})", marks=pytest.mark.slow),  # which runs in Python
+    ("BatchSampler", "type('Own', (torch.optim.SGD,), {})"),  # which runs in Python
 ])  # fmt: skip
 def test_a_version_has_the_samples_of_bsp_and_the_slow_worker_has_fewer(
     loader: str, optimizer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

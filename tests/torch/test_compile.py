@@ -70,6 +70,7 @@ def _trained(make: Callable[[], torch.nn.Module], kind: Any, backend: str, wrap:
     return torch.nn.utils.parameters_to_vector(model.parameters()).detach()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "sync", "backend"), [  # what is compiled knows nothing of the discipline
     (_forward, "bsp", TRACED),
     pytest.param(_backward, "bsp", "inductor", marks=SLOW),

@@ -245,6 +245,7 @@ def scaled_rule(weight: float, gradient: float, learning_rate: float, weights: f
     return weight - learning_rate * math.sqrt(weights / (gradients + 1e-12)) * gradient
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("sync", ["bsp", "asp", "asp,ema=0.9"])
 def test_a_rule_with_sums_over_a_parameter_writes_halves(sync: str) -> None:

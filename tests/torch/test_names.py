@@ -149,12 +149,14 @@ def _layers(rank: int) -> list[Any]:
     return list(model.parameters())
 
 
+@pytest.mark.slow
 def test_another_order_of_layers_is_refused_by_their_names_whatever_the_seed() -> None:
     outcomes = _outcomes(_reversed(_layers, timeout_s=3))  # so long worker 0 waits
     assert outcomes[1][0] == "LayoutError" and "parameter 0 is '2.weight' here and '0.weight' there" in outcomes[1][1]
     assert "in one order" in outcomes[1][1]
 
 
+@pytest.mark.slow
 def test_another_order_of_parameters_without_names_is_refused_by_their_values() -> None:
     outcomes = _outcomes(_reversed(_alike, timeout_s=3))
     assert outcomes[1][0] == "LayoutError" and "param_groups[0][0] is worker 0's param_groups[0][2]" in outcomes[1][1]

@@ -39,7 +39,7 @@ def test_every_optimizer_of_the_table_of_update_rules_is_compared_with_torch() -
     assert {kind for row in UPDATE_RULES.values() if not row.only_rows for kind in row.optimizers} == compared
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_one_worker_equals_plain_torch_for_200_steps(name: str) -> None:
     plain, model = new_model(), new_model()

@@ -78,7 +78,7 @@ def _table(kind: Any, options: dict[str, Any], wrap: Callable[[Any], Any]) -> li
 
 @sample_and_full(4, 1, "every")
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 def test_one_worker_ends_with_torchs_weights(name: str, every: int, monkeypatch: pytest.MonkeyPatch) -> None:
     kind = KINDS[name]
     for options in _cases(kind)[::every]:

@@ -151,6 +151,7 @@ def test_workers_that_wait_for_each_other_in_two_jobs_are_told_both() -> None:
     ("kind", "sync"),  # folded by all, and run by worker 0
     [(torch.optim.SGD, "bsp"), (torch.optim.SGD, "backup:1"), (torch.optim.SGD, "ssp:1"), (torch.optim.Adafactor, "bsp")],
 )
+@pytest.mark.sampled(3)
 def test_two_optimizers_of_uneven_loops_end_one_after_the_other(kind: Any, sync: str, ends: str) -> None:
     def work(rank: int) -> Any:
         models, jobs = [_model(), _model()], []

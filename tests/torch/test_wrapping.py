@@ -55,7 +55,7 @@ def test_the_state_of_an_optimizer_goes_on_when_it_is_wrapped(name: str, sync: s
             torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-7)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", ["adam", "adamw-amsgrad", "nadam", "radam", "adamax", "momentum", "sgd", "rmsprop-all"])
 def test_the_torch_optimizer_of_halves_steps_by_itself_after_the_job(name: str, dtype: torch.dtype) -> None:

@@ -43,7 +43,7 @@ def _check_equal(found: list[Any], expected: list[list[torch.Tensor]]) -> None:
 
 @pytest.mark.parametrize("workers", [1, 2, 4])
 @pytest.mark.parametrize("kind", WRITES, ids=lambda kind: kind.__name__)
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 def test_programs_that_write_weights_compute_under_bsp_what_they_do_in_torch(kind: type[Program], workers: int) -> None:
     _check_equal(_outcomes(_work(kind, "bsp"), workers), replicas(kind, workers))
 
@@ -71,7 +71,7 @@ def test_writes_are_taken_wherever_all_pushes_are_folded_together(
 
 @pytest.mark.parametrize("sync", ["asp", "dssp:1,3", "backup:1"])
 @pytest.mark.parametrize("kind", WRITES, ids=lambda kind: kind.__name__)
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 def test_writes_are_refused_by_name_where_workers_go_on_from_other_weights(kind: type[Program], sync: str) -> None:
     outcomes = _outcomes(_work(kind, sync), 2)
     if not WRITES[kind]:

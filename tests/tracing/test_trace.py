@@ -397,6 +397,7 @@ def test_advice_within_the_error_of_the_replay_says_so(predicted: float, told: l
     assert [line.partition(" --runs")[0] for line in lines if "measure both" in line] == told
 
 
+@pytest.mark.slow
 def test_run_records_and_trace_and_advise_read_it(tmp_path: Path) -> None:
     file = tmp_path / "run.trace"
     recorded_run = _run(file)
@@ -433,6 +434,7 @@ def test_a_run_whose_worker_is_killed_leaves_a_trace(tmp_path: Path) -> None:
     assert not folders_of(file)
 
 
+@pytest.mark.slow
 def test_a_name_that_the_outputs_encoding_lacks_ends_no_command(honest: dict[str, Trace], tmp_path: Path) -> None:
     write(next(iter(honest.values())), file := tmp_path / "run.trace")
     command = [sys.executable, "-m", "fastps", "trace", str(file), "--perfetto", str(tmp_path / "ü.json")]

@@ -94,6 +94,7 @@ def in_float32(text: str) -> str:
     return text
 
 
+@pytest.mark.slow
 @sample_and_full(("float32",), tuple(launch_args.DTYPES), "dtypes")
 @EACH_ARCHITECTURE
 def test_every_rule_dtype_and_mode_has_the_bits_of_the_reference(

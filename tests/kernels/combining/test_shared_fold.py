@@ -136,6 +136,7 @@ def test_folds_that_are_not_shared_are_not_helped_with(job: Job) -> None:
     assert job.arena.version == 5
 
 
+@pytest.mark.slow
 def test_a_wait_for_helpers_on_a_busy_core_ends_before_it_has_yielded_its_last_time(job: Job) -> None:
     job.post_step(0, 0)
     plain_arena.set_helping(job.memory, 1, 1)  # lane 1 says that it helps with this fold of shard 0
@@ -220,6 +221,7 @@ def test_what_a_helper_that_is_killed_or_stopped_left_undone_is_folded(
     assert any(fold_all(expected, rng) for _ in range(8)), "nobody was hit while it helped"  # a busy machine lets few help
 
 
+@pytest.mark.slow
 @sample_and_full(4, 12, "kills")
 def test_when_the_holder_of_a_shared_fold_is_killed_its_helpers_are_waited_for(expected: list[bytes], kills: int) -> None:
     rng = random.Random(2)
@@ -245,6 +247,7 @@ def test_when_the_holder_of_a_shared_fold_is_killed_its_helpers_are_waited_for(e
             assert _bits(job.weights()) == expected[step + 1]
 
 
+@pytest.mark.slow
 def test_a_holder_of_long_folds_hands_the_lock_to_a_lane_that_waits_and_goes_on_itself() -> None:
     job = Job(lanes=4, slots=2)
 

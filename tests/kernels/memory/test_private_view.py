@@ -147,6 +147,7 @@ _ENDINGS: dict[str, tuple[str, int, str]] = {
 
 
 @pytest.mark.parametrize("program", _ENDINGS)
+@pytest.mark.sampled(3)
 def test_other_faults_and_handlers_stay_what_they_were(program: str) -> None:
     text, code, printed = _ENDINGS[program]
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONFAULTHANDLER"}

@@ -147,6 +147,7 @@ def test_a_descriptor_of_what_does_not_exist_is_named_and_nothing_is_committed(k
     assert (job.arena.version, job.lanes[0].owner()) == (0, -1)
 
 
+@pytest.mark.slow
 def test_a_wait_without_sleep_ends_with_the_grant_or_its_looks() -> None:
     job = Job(2, BSP)
     first, second = job.lanes
@@ -210,7 +211,7 @@ def test_a_damaged_header_is_refused() -> None:
         Arena(mmap.mmap(-1, 8192))
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("policy", [BSP, ASP, COMBINED, {"fold": "each", "grant": "bounded", "low": 1, "high": 1}])
 @pytest.mark.parametrize("awake", [False, True], ids=["asleep", "awake"])
 def test_threads_on_lanes_of_one_process_lose_no_push(policy: dict[str, Any], awake: bool) -> None:

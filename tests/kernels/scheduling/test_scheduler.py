@@ -229,7 +229,7 @@ def run_trial(trial: Trial, rng: random.Random, speed: Speed, events: int) -> in
     return events
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("discipline", PLAYED, ids=lambda discipline: discipline.name)
 @sample_and_full(0.04, 0.5)
 def test_compiled_scheduler_decides_as_the_oracle_on_random_traffic(discipline: Play, size: float) -> None:

@@ -21,6 +21,7 @@ def both_sides(spec: str, oracle: str = "") -> tuple[Any, Any]:
 MORE = [pytest.param(spec, marks=pytest.mark.slow) for spec in ("ssp:0", "ssp:2", "dssp:1,3", "dssp:1,3,release=printed")]
 
 
+@pytest.mark.slow
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("spec", ["dssp:1,3,hard_bound=true", *MORE])
 def test_half_of_the_workers_wait_for_the_other_half_as_the_oracle_says(spec: str) -> None:
@@ -44,6 +45,7 @@ def test_half_of_the_workers_wait_for_the_other_half_as_the_oracle_says(spec: st
     assert sides[1].version > 2 * WORKERS
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tune", [False, True])
 @pytest.mark.sampled(2)
 def test_the_slowest_of_many_round_robin_workers_is_found_whoever_leaves(tune: bool) -> None:

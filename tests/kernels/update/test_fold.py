@@ -32,7 +32,7 @@ def test_every_rule_of_the_fold_has_rows() -> None:
     assert [name for name, number in compiled.RULES.items() if number not in {row.rule for row in fold_jobs.ALL_ROWS}] == []
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.exhaustive
 @ROWS
 @MODES

@@ -56,7 +56,7 @@ def steps_beside_torch(
             yield isa, ours[isa][0], parameter.detach().numpy()
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(16)
 @needs_fused_torch
 @ROWS
 def test_200_steps_give_the_bits_of_torch(row: Row) -> None:

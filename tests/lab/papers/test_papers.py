@@ -45,6 +45,7 @@ def test_a_known_disagreement_has_a_reason_and_the_class_of_it() -> None:
     assert [row.id for row in ROWS if bool(row.why_not) != bool(row.cause)] == []
 
 
+@pytest.mark.slow
 def test_the_harder_task_is_made_alike_each_time_and_tests_with_other_images() -> None:
     """Copy i is of image i modulo their number: its label says so, and it resembles that image more than one 500 further on."""
     plain, data, again = images("mnist5k"), images("harder"), harder()
@@ -78,6 +79,7 @@ def test_quick_rows_are_all_made_with_all_keys_and_numbers(quick: list[Verdict])
         assert found["ok"] or found["note"].startswith("not reproduced: "), verdict.row.id
 
 
+@pytest.mark.slow
 def test_quick_rows_hold_or_have_a_reason_and_not_both(quick: list[Verdict]) -> None:
     assert {verdict.row.id: verdict.note for verdict in quick if verdict.ok == bool(verdict.row.why_not)} == {}
 

@@ -203,7 +203,7 @@ class Loop:
 
 
 @pytest.mark.parametrize(("spec", "network", "has_table"), CASES)
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 def test_weights_are_those_of_a_plain_loop_over_the_same_events_however_long_workers_really_compute(
     spec: str, network: str, has_table: bool
 ) -> None:

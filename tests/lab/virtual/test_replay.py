@@ -178,6 +178,7 @@ SERVED = [("asp", {}, ()), ("ssp:1,shards=2", {}, ()), ("bsp", *CHANGES[2])]
     )),
     *((*case, {"server": "process"}) for case in SERVED),
 ])  # fmt: skip
+@pytest.mark.sampled(3)
 def test_the_weights_of_a_replay_are_those_of_the_recorded_run_whose_deaths_and_joins_come_where_they_came(
     spec: str, deaths: Deaths, joins: Sequence[int], options: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -309,6 +309,7 @@ READINGS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("what", READINGS)
 def test_what_would_depend_on_the_real_moment_is_refused_by_name(what: str, written: Callable[[str], str]) -> None:

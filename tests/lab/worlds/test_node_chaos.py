@@ -10,6 +10,7 @@ from fastps.lab.worlds.node_worlds import World
 from tests.support import commands
 
 
+@pytest.mark.slow
 def test_no_seed_violates_anything_and_every_kind_of_fault_occurs() -> None:
     findings = node_chaos.simulate(3, 0, 800)
     assert findings.violations == []

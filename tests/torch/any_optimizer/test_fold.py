@@ -152,6 +152,7 @@ CLOSURES: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 
 @pytest.mark.parametrize("sync", ["bsp", "asp"])
 @pytest.mark.parametrize("kind", CLOSURES)
+@pytest.mark.sampled(3)
 def test_one_workers_step_calls_a_closure_at_the_weights_that_it_moves(kind: str, sync: str) -> None:
     """A parameter that is frozen at first, one that the script writes, and a closure that fails once."""
 

@@ -120,6 +120,7 @@ def test_the_end_of_the_server_ends_the_workers_by_name(end: str) -> None:
     assert any(why in child.outcome[1] for child in children)
 
 
+@pytest.mark.slow
 def test_a_worker_that_dies_leaves_the_optimizer_to_the_others_and_a_checkpoint_resumes(tmp_path: Path) -> None:
     def work(rank: int) -> bool:
         model = new_model()

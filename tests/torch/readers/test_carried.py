@@ -76,6 +76,7 @@ def test_buffers_are_copied_only_while_anybody_reads() -> None:
         assert len(brought) == 1
 
 
+@pytest.mark.slow
 def test_an_update_waits_for_the_first_push_with_buffers() -> None:
     def train(ready: Callable[[], object]) -> None:
         model, generator = _model(), torch.Generator().manual_seed(2)
@@ -142,6 +143,7 @@ def test_a_reader_that_comes_between_a_push_and_its_version_gets_no_buffers_of_b
     assert version == batches > 1
 
 
+@pytest.mark.slow
 def test_the_buffers_are_those_of_the_lowest_live_worker() -> None:
     """Worker 1 makes more steps, and goes on alone once worker 0 has left."""
     job, readers, seen = _job(), [], [0.0]

@@ -172,7 +172,7 @@ def _check(reader: fastps.Reader) -> None:
 
 
 @pytest.mark.timing
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("seed", range(40))
 def test_a_killed_publisher_leaves_a_whole_version_and_its_heir_is_followed(seed: int) -> None:
     job = f"{_job()}-{seed}"
