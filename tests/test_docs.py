@@ -23,6 +23,7 @@ SLOW = ("fastps.evaluation", "fastps.integrations", "fastps.processes")  # they 
 
 
 @pytest.mark.parametrize("room", [pytest.param(room, marks=[pytest.mark.slow] * (room in SLOW)) for room in ROOMS])
+@pytest.mark.sampled(4)
 def test_docstring_examples_do_what_they_show(room: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for variable in ("RANK", "WORLD_SIZE", "FASTPS_JOB", "FASTPS_SYNC"):
         monkeypatch.delenv(variable, raising=False)

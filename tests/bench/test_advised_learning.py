@@ -40,6 +40,7 @@ def test_each_push_is_in_one_update_with_the_version_that_its_worker_read(scheme
     assert len(seen) >= 0.6 * bench.BUDGET[4]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["bsp", "asp,momentum=worker"])
 def test_the_best_rate_is_better_than_its_neighbours(scheme: str) -> None:
     seconds, rate = bench.best_time(scheme, SETTING, [1], bench.first_rate(scheme, SETTING))

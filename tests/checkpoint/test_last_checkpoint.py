@@ -37,6 +37,7 @@ def _step(model: torch.nn.Module, optimizer: fastps.DistributedOptimizer, steps:
 
 @pytest.mark.parametrize(("sync", "every"), [("bsp", 2), ("bsp", 1000), ("asp", 1000), ("ssp:3", 1000)])
 @pytest.mark.parametrize("waits", [False, True])
+@pytest.mark.sampled(3)
 def test_a_job_that_ends_leaves_a_checkpoint_of_its_last_version_and_one_that_resumes_it_begins_at_its_step(
     waits: bool, sync: str, every: int, tmp_path: Path
 ) -> None:

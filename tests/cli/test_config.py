@@ -24,6 +24,7 @@ def test_the_command_line_counts_before_the_environment_and_that_before_the_file
     assert "# the command line counts before" not in shown and "# grace = 30.0\n" in shown
 
 
+@pytest.mark.slow
 def test_what_is_printed_is_a_file_that_gives_the_same_job(tmp_path: Path) -> None:
     script = program(tmp_path, "import os, sys; print(os.environ['FASTPS_SYNC'], sys.argv[1:])")[1]
     printed = commands.done("run", "-n", "2", "--sync", "ssp:3", "--print-config", script, "--epochs", "3").stdout
@@ -43,6 +44,7 @@ def test_what_is_printed_is_a_file_that_gives_the_same_job(tmp_path: Path) -> No
     ('config = "other.toml"', "expected the name of an option, found 'config'"),
     ('hosts = "a,b"', "--hosts gives this command line to each host: expected no --config beside it"),
 ])  # fmt: skip
+@pytest.mark.sampled(3)
 def test_a_file_that_cannot_be_right_is_named_with_the_key(text: str, said: str, tmp_path: Path) -> None:
     script = program(tmp_path, "")[1]
     assert said in commands.refused("run", "--config", _file(tmp_path, text), script)

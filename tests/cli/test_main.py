@@ -28,7 +28,7 @@ def _python(*arguments: str) -> "subprocess.CompletedProcess[str]":
     return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, check=False, env=environment)
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(("arguments", "message"), [
     (["train", "--sync", "foo"], "unknown synchronization 'foo': expected one of bsp[,tune=true], asp"),
     (["train", "--sync", "ssp:-1"], "expected s of 0"),
@@ -142,6 +142,7 @@ def test_a_command_that_does_not_exist_is_named_with_exit_code_2() -> None:
     assert "No such command 'no-such-command'" in outcome.stderr and "Traceback" not in outcome.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("unbuffered", ["", "1"])
 def test_a_full_standard_output_is_one_sentence_and_exit_code_2(unbuffered: str) -> None:
     environment = {**os.environ, "PYTHONUNBUFFERED": unbuffered}

@@ -15,6 +15,7 @@ def test_actors_learn_catch_with_weights_that_they_read() -> None:
     assert figures["updates"] > 20 and figures["lag"] < 100
 
 
+@pytest.mark.slow
 def test_the_evaluator_keeps_the_best_weights_and_ends_the_training(tmp_path: Path) -> None:
     arguments = ("--patience", "2", "--no-idle", "--out", str(tmp_path))
     figures, shown = example_programs.figures("alone", "early_stopping.py", *arguments)

@@ -107,6 +107,7 @@ def of_gradient(weight, gradient, learning_rate):  # type: ignore[no-untyped-def
     return gradient
 
 
+@pytest.mark.slow
 def test_sums_are_in_double_precision() -> None:
     """In single precision 2^24 and ones add up to 2^24."""
 
@@ -122,6 +123,7 @@ def test_sums_are_in_double_precision() -> None:
     assert set(found.tolist()) == {2.0**24 + 1026}
 
 
+@pytest.mark.slow
 def test_a_part_of_a_parameter_is_refused_before_anything_is_written() -> None:
     update = _updates()[0]
     pushes = [(np.ones(48, np.float32), [update.hyper], [True, True], 1.0)]

@@ -103,6 +103,7 @@ def test_a_lost_node_of_a_job_that_goes_on_does_not_wait_for_it(make: Make) -> N
     assert launchers.nodes[0].part(GOOD).code == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("begins_again", [False, True])
 def test_a_launcher_hears_that_the_rendezvous_has_ended_or_is_of_another_job(begins_again: bool) -> None:
     with contextlib.ExitStack() as stack:

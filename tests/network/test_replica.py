@@ -156,6 +156,7 @@ def test_an_optimizer_that_was_loaded_before_it_is_wrapped_goes_on_with_node_0s_
     assert nodes.train((1, 1), work) == [-2.0] * 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bad", [(0,), (0, 1)])
 def test_a_push_that_is_not_finite_is_dropped_on_all_nodes(bad: tuple[int, ...]) -> None:
     """The others of its version count. A version without any push that counts changes nothing."""

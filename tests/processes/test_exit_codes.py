@@ -127,10 +127,10 @@ def test_replacement_that_fails_last_fails_the_job() -> None:
     assert outcome.first_failure.restart == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("command", "code"), [
     (["-m", "fastps", "run", "-n", "1"], 1), (["-m", "fastps.processes.on_host", "40", sys.executable], 3),
 ])  # fmt: skip
-@pytest.mark.sampled(2)
 def test_exit_codes_hold_where_the_caller_ignores_sigchld(command: list[str], code: int, tmp_path: Path) -> None:
     with subprocess.Popen(
         [sys.executable, *command, program(tmp_path, "import sys\nsys.exit(3)")[1]],

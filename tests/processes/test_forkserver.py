@@ -101,7 +101,7 @@ CASES = {
 }
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("case", list(CASES))
 def test_a_forked_worker_ends_as_a_new_process_does(tmp_path: Path, capsys: pytest.CaptureFixture[str], case: str) -> None:
     text = CASES[case]

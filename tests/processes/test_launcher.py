@@ -134,6 +134,7 @@ def test_worker_0_reads_what_is_piped_into_the_launcher_and_no_other_does(tmp_pa
     assert sorted(done.stdout.splitlines()) == ["[0] 0 []", "[1] 1 []"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("options", "said"), [
     (("-n", "2", "--trace", "t", "--sync", "asp"), "the script for itself, and --sync, --trace had no effect"),
     pytest.param(("-n", "1", "--checkpoint", "c"), "itself, and --checkpoint had no effect", marks=pytest.mark.slow),

@@ -120,6 +120,7 @@ def test_a_reader_that_is_slower_than_the_workers_gets_every_line(tmp_path: Path
     assert process.returncode == 0
 
 
+@pytest.mark.slow
 def test_closed_streams_of_the_command_take_no_pipe_of_a_worker(tmp_path: Path) -> None:
     text = "print('lost', flush=True)\nopen(folder + '/done', 'w').close()"
     command = subprocess.list2cmdline([*RUN, "-n", "2", _script(tmp_path, text)])

@@ -43,7 +43,7 @@ def _check_equal(found: list[Any], expected: list[list[torch.Tensor]]) -> None:
 
 @pytest.mark.parametrize("workers", [1, 2, 4])
 @pytest.mark.parametrize("kind", WRITES, ids=lambda kind: kind.__name__)
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(3)
 def test_programs_that_write_weights_compute_under_bsp_what_they_do_in_torch(kind: type[Program], workers: int) -> None:
     _check_equal(_outcomes(_work(kind, "bsp"), workers), replicas(kind, workers))
 

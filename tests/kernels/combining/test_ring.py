@@ -55,6 +55,7 @@ def test_two_processes_exchange_millions_of_descriptors_in_order(descriptors: in
     assert empty > 0, "the ring was never empty: the test did not meet that case"
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(110)
 @pytest.mark.parametrize("size", [1, 2])
 def test_small_rings_are_full_and_wrap_all_the_time(size: int) -> None:

@@ -51,6 +51,7 @@ def differ(update: Any, launch: Any, mode: int, dtype: str, ema_decay: float, sh
     return differing + ["steps"] * (not np.array_equal(found[2], expected[2]))
 
 
+@pytest.mark.slow
 @NEEDS_CC
 @pytest.mark.parametrize(
     "name", ["eight", *(pytest.param(name, marks=pytest.mark.slow) for name in twins.RULES if name != "eight")]

@@ -20,7 +20,7 @@ from tests.support.sizes import sample_and_full
 SIZES = (1, 7, 8, 9, 511, 512, 513)  # around the sizes of a vector (8 doubles) and of a tile (512)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(3)
 @pytest.mark.exhaustive
 @ROWS
 @MODES

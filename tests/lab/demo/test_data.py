@@ -12,6 +12,7 @@ from fastps.errors import UsageError
 from fastps.lab.demo.data import CLASSES, DataError, Dataset, load, open_saved
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "train", "test", "size"), [("mnist5k", 4000, 1000, 28), ("digits", 1437, 360, 8)])
 def test_built_in_images_are_split_with_every_class_in_proportion(name: str, train: int, test: int, size: int) -> None:
     data = load(name)

@@ -90,6 +90,7 @@ def test_doubles_need_twice_the_memory_and_halves_are_pushed_in_half_of_it(optim
     assert half.rule_state_bytes == single.rule_state_bytes
 
 
+@pytest.mark.slow
 def test_where_no_arena_can_be_made_the_exit_code_says_so() -> None:
     code = "import resource, runpy; resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096)); "
     code += "runpy.run_module('fastps.cli', run_name='__main__', alter_sys=True)"

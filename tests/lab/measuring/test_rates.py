@@ -57,6 +57,7 @@ def _edges(count: int, slow: int = -1) -> Iterator[list[Edge]]:
             edge.close()
 
 
+@pytest.mark.slow
 def test_every_figure_is_there_and_a_slow_direction_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rates, "_ENOUGH_NS", 20_000_000)
     monkeypatch.setattr(rates, "_ROUND_TRIPS", 20)

@@ -67,6 +67,7 @@ def test_others_that_use_the_cores_are_told_of(monkeypatch: pytest.MonkeyPatch) 
     assert trial.others_use().startswith("Other programs use 60% of the cores")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("script", "said"), [
     ("print('no step of fastps')", "expected a script that makes 200 steps of fastps or more, found none: does it wrap"),
     ("raise SystemExit(3)", "expected a script that trains with -n 1, found that worker 0 ended (exit code 3)"),

@@ -96,6 +96,7 @@ def assert_each_changed_expectation_fails(verdict: Verdict) -> None:
             assert not judged.ok, f"{verdict.row.id}: {other.expected} holds as well as {expectation.expected}"
 
 
+@pytest.mark.slow
 def test_each_row_fails_when_its_expectation_is_changed_by_more_than_its_tolerance(quick: list[Verdict]) -> None:
     for verdict in quick:
         assert_each_changed_expectation_fails(verdict)

@@ -58,6 +58,7 @@ def flat(model: torch.nn.Module) -> np.ndarray:
     return torch.cat([parameter.detach().reshape(-1) for parameter in model.parameters()]).numpy()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("specs", "compute", "divisor"), [
     (("bsp", "bsp,shards=5"), VARIED, 3),
     # Three workers of one speed push at one instant: each drain is a step of all three.
@@ -103,7 +104,7 @@ def test_a_gradient_is_of_the_weights_that_its_worker_had_read(digits: Dataset) 
     assert outcome.row["test_accuracy"] == pytest.approx(accuracy(model, digits), abs=1 / 360), "one image may tip over"
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.slow
 @pytest.mark.parametrize("spec", [
     "ssp:1", "dssp:1,4", "backup:2", "psp:4,0.5", "hardsync:64", "softsync:2", "softsync:5,scale=staleness", "adv:1", "adv*:1",
     "r2sp:0.8", "r2sp:0.8,tune=true", "bsp,tune=true", "ssp:2,clip=1", "asp,scale=1/sigma,combine=true",
@@ -183,6 +184,7 @@ def test_the_command_shows_and_writes_the_accuracy(tmp_path: Path) -> None:
         assert row["accuracy_over_time"][-1][1] == row["test_accuracy"] > 0.5
 
 
+@pytest.mark.slow
 def test_the_goal_is_reached_when_one_worker_had_ten_small_losses_in_a_row(digits: Dataset) -> None:
     """In virtual time a goal is a matter of the losses: a loss that is never met, one that is met at once, and one between."""
     simulation = Simulation(workers=2, steps=60, batch=16, compute=ComputeModel("replay", replay=[[10_000_000], [15_000_000]]))

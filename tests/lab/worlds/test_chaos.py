@@ -22,6 +22,7 @@ def _needs_hooks() -> None:
         pytest.skip(str(error))
 
 
+@pytest.mark.slow
 def test_rows_have_the_agreed_keys_and_exit_codes_tell_violations() -> None:
     _needs_hooks()
     (row,) = commands.rows("chaos", "--seeds", "20")

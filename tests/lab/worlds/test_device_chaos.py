@@ -26,6 +26,7 @@ _WITHOUT_SERVER = {
 _IDLE = {"snapshots stream waits for own folded"}
 
 
+@pytest.mark.slow
 def test_seeds_run_without_violations_and_again_the_same() -> None:
     found = device_chaos.simulate(4, 0, SEEDS)
     assert found.violations == [] and found.seeds == SEEDS
