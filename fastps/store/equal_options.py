@@ -41,8 +41,9 @@ class EqualOptions:
         store, rank = self._worker.store, self._worker.rank
         states = store.arena.lane_states()[: store.arena.lanes]
         for lane in [lane for lane, state in enumerate(states) if state == LANE_LIVE and lane != rank]:
-            posted = Lane(store.arena, lane).posted()
-            if not posted:
+            other = Lane(store.arena, lane)
+            posted = other.posted()
+            if not posted or other.posted_null():
                 continue
             found = store.slot_words(lane, (posted - 1) % store.arena.slots)[0]
             # The other may have pushed its next step already, which may have other options.

@@ -140,6 +140,11 @@ cdef class Lane(ShardLocks):
         """Descriptors posted so far."""
         return self.words.tail
 
+    def posted_null(self):
+        """Whether the newest descriptor posted is a null push, whose step has neither a gradient nor options."""
+        cdef uint64_t tail = fps_tail_acquire(&self.words.tail)
+        return tail > 0 and lane_descriptor(self.words, self.arena.header.ring_size, tail - 1).kind == FPS_NULL
+
     cdef uint64_t _done(self, uint32_t lane) noexcept nogil:
         cdef uint64_t done = fps_head_acquire(&self.arena.lane_shard(lane, 0).head)
         cdef uint32_t shard

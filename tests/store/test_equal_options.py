@@ -42,6 +42,29 @@ def test_options_that_differ_by_rank_are_told_of_once_by_name(options: Callable[
     assert len(one) <= 1
 
 
+def test_a_push_without_a_gradient_has_no_options_to_compare() -> None:
+    """A GradScaler skips a step that overflows, in one worker."""
+
+    def work(rank: int) -> list[str]:
+        torch.manual_seed(0)
+        said, model = listen(), torch.nn.Linear(3, 1)
+        inner = torch.optim.AdamW(model.parameters(), lr=0.1)
+        with fastps.DistributedOptimizer(inner, timeout_s=30) as optimizer:
+            scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+            for step in range(8):
+                optimizer.param_groups[0]["lr"] = 0.1 / (1 + step)
+                optimizer.zero_grad()
+                scaler.scale(model(torch.full((2, 3), 1.0 + rank)).sum()).backward()
+                if rank == step % 2 and step % 3 == 0:
+                    model.weight.grad[0, 0] = float("inf")
+                scaler.step(optimizer)
+                scaler.update()
+            optimizer.wait_for_others()
+        return [each for each in said if "other options" in each]
+
+    assert processes.results(processes.start_job(work, 2), 60) == [[], []]
+
+
 @pytest.mark.parametrize("sync", ["bsp", "asp"])
 def test_a_schedule_that_all_follow_is_not_told_of(sync: str) -> None:
     assert not any(_options_said(lambda rank, step: {"lr": 0.1 / (1 + step)}, sync, steps=20, workers=3))
