@@ -7,6 +7,7 @@ the samples that it would have with equal batches.
 """
 
 import copy
+import logging
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -21,6 +22,8 @@ from fastps.store import jobs_of_process
 if TYPE_CHECKING:
     from fastps.store.worker import Worker
     from fastps.torch.optimizer import DistributedOptimizer
+
+logger = logging.getLogger("fastps.torch")
 
 Uneven = Literal["drop", "keep"]
 
@@ -232,9 +235,23 @@ def _shared_loader(
         )
     size, drops = (1, False) if batches is None else (batches.batch_size, batches.drop_last)
     own = Share(sampler, optimizer, size, drop_last=drops, uneven=uneven, seed=seed)
+    _warn_of_no_batch(own, len(sampler) if hasattr(sampler, "__len__") else 0, size if drops else 1)
     if batches is None:
         return _changed(loader, sampler=own)
     return _changed(loader, sampler=own, batch_sampler=_Batches(own, size, drops))
+
+
+def _warn_of_no_batch(own: Share, samples: int, least: int) -> None:
+    """Warn of a share that makes no batch of `least` samples, where all samples would make one."""
+    if samples >= least > len(own):
+        logger.warning(
+            "fastps.shard: this worker's share has no batch: it has %d of %d samples, and a batch needs %d%s; use fewer"
+            " workers, smaller batches, or more samples",
+            len(own),
+            samples,
+            least,
+            " (drop_last=True)" if least > 1 else "",
+        )
 
 
 def _changed(loader: "DataLoader[Any]", **parts: Any) -> "DataLoader[Any]":

@@ -187,6 +187,19 @@ def test_a_resumed_job_goes_on_with_the_batch_behind_its_last(begun: int, drop_l
     assert drawn[2][-1][0] == 19 // (5 if drop_last else 6)
 
 
+@pytest.mark.parametrize(("samples", "batch", "drops", "is_told"), [
+    (30, 16, True, True), (64, 16, True, False), (30, 16, False, False), (3, 2, False, True), (8, 16, True, False),
+])  # fmt: skip
+def test_a_share_without_a_batch_is_told_of(
+    samples: int, batch: int, drops: bool, is_told: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The last one alone has no batch where nobody has."""
+    monkeypatch.setattr("fastps.torch.sampler._place", lambda optimizer: (3, 4, 0))
+    loader = DataLoader(TensorDataset(torch.zeros(samples)), batch_size=batch, drop_last=drops)
+    assert bool(list(fastps.shard(loader))) is not (is_told or samples == 8)
+    assert ("this worker's share has no batch" in caplog.text) is is_told
+
+
 def test_shares_go_by_the_number_in_the_whole_job_also_where_a_node_has_its_own(worker: Any) -> None:
     drawn = []
     for node in range(2):
