@@ -15,7 +15,7 @@ from tests.support.sizes import sample_and_full  # noqa: E402
 FOUND_WITHIN = {
     "keep-turn": 5, "take-without-comparing": 200, "forget-pending": 200, "flip-first": 5, "forget-cursor": 5,
     "forget-recheck": 2_000, "forget-pins": 200, "forget-ready": 300, "acknowledge-first": 5, "tail-first": 100,
-    "forget-helpers": 400, "done-first": 3_000, "forget-heads": 1_000, "forget-generation": 100, "state-in-place": 10,
+    "forget-helpers": 400, "done-first": 6_000, "forget-heads": 1_000, "forget-generation": 100, "state-in-place": 10,
     "row-first": 1_000, "one-count": 2_000, "forget-undo": 300, "keep-undo": 50, "rows-late": 20, "same-workspace": 200,
     "follow-commit": 500, "forget-confirm": 500, "forget-left": 6_000, "heads-back": 3_000, "forget-ring": 400,
     "read-expelled": 300, "forget-call": 50, "call-late": 200, "forget-taking-over": 20, "serve-on": 200,
