@@ -35,7 +35,7 @@ from fastps.checkpoint.format import (
     write_tensors,
 )
 from fastps.checkpoint.runs import Run
-from fastps.errors import CheckpointError, ProtocolError
+from fastps.errors import CheckpointError, ProtocolError, UsageError
 from fastps.job import environment, limits
 from fastps.job.layout import Parameter
 from fastps.membership.job_memory import JobMemory, VersionCopy
@@ -219,6 +219,9 @@ class Source(Protocol):
     def pin_whole_version(self, extra: Mapping[str, Any], *, waits: bool = True) -> Pinned:
         """Pin the published version, with the optimizer's own description of it."""
 
+    def adopt_first(self) -> None:
+        """Make what a script has written before its first step the job's weights."""
+
     def model_buffers(self) -> Mapping[str, Array]:
         """Name to array of the model's buffers."""
 
@@ -261,7 +264,10 @@ def save(
     buffers: Mapping[str, Array] = {}
     if isinstance(source, Worker):
         worker, run = source, Run.of(source.store)
+    elif not hasattr(source, "adopt_first"):
+        raise UsageError(f"expected a DistributedOptimizer or a Worker, found {type(source).__name__}")
     else:
+        source.adopt_first()
         worker, buffers, run = source.worker, source.model_buffers(), source.run
     limit_s, pinned = worker.store.timeout_s, pin(source, extra or {})
     copied = {name: array.copy() for name, array in buffers.items()}  # a late write must not see later values

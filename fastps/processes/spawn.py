@@ -235,7 +235,7 @@ def spawn(
         workers: number of processes.
         sync: a spec such as "dssp:3,15" for optimizers without one.
         model: after the last step it gets the final weights, and worker 0's buffers: those of this model among worker 0's
-            arguments, as `fn` leaves them there. An optimizer that is still open then waits for the other workers first.
+            arguments, as `fn` leaves them there. Worker 0's optimizer waits for the other workers before it closes.
         on_worker_loss: "continue" lets the other workers go on after a failure; default: all end, unless the optimizer says
             "continue".
         start_method: "forkserver": a new process imports torch and forks the workers. "spawn": a new process each. "fork":

@@ -31,6 +31,8 @@ def run(load: Callable[[], handover.Work], rank: int, outcome: int) -> None:
     """Do the work that `load` returns, as this worker, and report. Raises SystemExit with code 1 if it fails."""
     try:
         work = load()
+        if rank == 0 and work.model is not None:
+            exit_handlers.finish_at_close()
         try:
             work.fn(rank, *work.args)
         except SystemExit as end:

@@ -16,6 +16,7 @@ from fastps.system.noted_signals import EndedBySignalError
 
 _closers: dict[int, Callable[[str | None], None]] = {}
 _finishers: dict[int, Callable[[], None]] = {}
+_finishes: list[bool] = []
 _failure: list[str] = []
 _installed: list[Any] = []
 _finalized_in: list[int] = []
@@ -47,6 +48,16 @@ def forget(owner: object) -> None:
 def _note_failure(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     _failure.append(f"{kind.__name__}: {error}")
     _installed[0](kind, error, trace)
+
+
+def finish_at_close() -> None:
+    """Let owners that close in order call their `finish` functions first: this process's results are the job's."""
+    _finishes.append(True)
+
+
+def finishes() -> bool:
+    """Whether `finish_at_close` was called."""
+    return bool(_finishes)
 
 
 def close_all(failure: str | None = None, *, finish: bool = False) -> None:

@@ -58,7 +58,6 @@ class Attachment:
         self._everything = range(len(self.tensors))
         self._own: Collection[int] = self._everything if placement.keeps_own else ()  # parameters of the script's own memory
         self._first: list[int] | None = None  # the buffers of the first weights, while the script knows no others
-        self._knows_first = True
         self._is_refused = False  # whether what this worker announced of its next push has been refused
         self._is_void = False  # whether this worker's first gradient is not at the job's weights
         self.checkpointing: Checkpointing | None = None
@@ -194,12 +193,11 @@ class Attachment:
         """
         pulled = list(self.worker.pull())
         has_trained = self.is_late or bool(self._first_versions) or any(self._pulled_versions())
-        if self._knows_first and not has_trained and self._first in (None, pulled):
-            self._first = self.weights.shown = pulled
-            return
-        self._first, self._knows_first, self.is_late = None, False, has_trained
-        self._check_form()
-        self.weights.take(pulled)
+        if has_trained or self._first not in (None, pulled):  # others' weights, or what replaced the first
+            self._check_form()
+            self.weights.take(pulled)
+        self.is_late, self._first = has_trained, None if has_trained else pulled
+        self.weights.shown = pulled
 
     def _count_updates(self) -> npt.NDArray[np.int64]:
         """How often each parameter was updated, by any worker; empty where no parameter is memory of the script's own."""
@@ -261,7 +259,7 @@ class Attachment:
                     "worker 0 wrote weights, the job's from now on, after others had pushed gradients of those before"
                 )
             with self.worker.locked():  # no fold reads what is written
-                if is_first := not any(arena.shard_version(shard) for shard in range(arena.shards)):
+                if is_first := not any(self._job_versions()) and self.store.committed()[0] == first:
                     self.weights.write(first, written)
             if not is_first:
                 self._publish(written)
@@ -272,20 +270,28 @@ class Attachment:
             return
 
         def has_agreed() -> bool:
-            first = Lane(arena, 0)
-            has_begun = first.posted() > 0 or arena.lane_states()[0] not in (LANE_FREE, LANE_JOINING, LANE_LIVE)
+            zero = Lane(arena, 0)
+            has_begun = zero.posted() > 0 or arena.lane_states()[0] not in (LANE_FREE, LANE_JOINING, LANE_LIVE)
+            if not any(self._job_versions()) and self.store.committed()[0] != self.weights.shown:
+                self._first = self.weights.shown = list(self.worker.pull())  # worker 0 has loaded state, or replaced weights
             is_same = not awaits and not self._differing_first()
-            return has_begun or is_same or (is_virtual and first.announced() != UNDECIDED)
+            return has_begun or is_same or (is_virtual and zero.announced() != UNDECIDED)
 
         self._wait(has_agreed)
-        self._is_void = self.is_late = any(index in gained for index in self._differing_first())
-        self.weights.take(first, self.weights.own.difference(gained))
+        others = self._differing_first()
+        self._is_void = self.is_late = any(index in gained for index in others)
+        if others and gained and not self._is_void:  # frozen ones, of which no gradient is
+            self._tell_of_unused()
+        self.weights.take(self.weights.shown, self.weights.own.difference(gained))
 
     def _differing_first(self) -> dict[int, torch.Tensor]:
         """What differs from the first weights, without tables whose rows were trained since."""
-        moved = [self.store.arena.shard_version(shard) > 0 for shard in range(self.store.arena.shards)]
-        trained = {index for index in self.store.tables if moved[self.store.parameters[index].shard]}
+        versions = self._job_versions()
+        trained = {index for index in self.store.tables if versions[self.store.parameters[index].shard]}
         return self.weights.differing(self.weights.own - trained)
+
+    def _job_versions(self) -> list[int]:
+        return [self.store.arena.shard_version(shard) for shard in range(self.store.arena.shards)]
 
     def _wait(self, reached: Callable[[], bool]) -> None:
         text = f"worker {self.worker.rank} wrote weights before its first step, and waited for all to attach, or for worker 0's"
@@ -315,24 +321,28 @@ class Attachment:
     def _take(self, written: Mapping[int, torch.Tensor]) -> None:
         """Make what the script wrote the job's weights, if all workers that push have written the same."""
         worker, spec = self.worker, self.store.layout.policy.spec
+        self._check_takes(written)
+        if others_of(worker) and (unlike := disagreeing(worker, digest_of(written))):
+            self._is_refused = self.is_early = True  # until the next step: others that wait see it meanwhile
+            raise self._write_error(
+                written,
+                f"{spec} takes what all workers write, and worker {worker.rank} wrote to it, and worker"
+                f" {', '.join(map(str, unlike))} did not write the same",
+            )
+        self._publish(written)
+
+    def _check_takes(self, written: Collection[int]) -> None:
+        """Raise ParameterChangedError where no step takes what the script wrote to these parameters."""
+        worker, policy = self.worker, self.store.layout.policy
         if self.tensors.view is None or self.placement.name == "node":
             raise self._write_error(written)
         if any(index in self.store.tables for index in written):
             raise self._write_error(written, "a table's rows are in memory once, which other workers read")
-        if others_of(worker):
-            if self.store.layout.policy.fold != "all" or worker.combining.is_driven:
-                where = "in virtual time" if worker.combining.is_driven else f"under {spec}"
-                raise self._write_error(written, f"{where} other workers go on from the weights before")
-            if unlike := disagreeing(worker, digest_of(written)):
-                self._is_refused = self.is_early = True  # until the next step: others that wait see it meanwhile
-                raise self._write_error(
-                    written,
-                    f"{spec} takes what all workers write, and worker {worker.rank} wrote to it, and worker"
-                    f" {', '.join(map(str, unlike))} did not write the same",
-                )
-        self._publish(written)
+        if others_of(worker) and (policy.fold != "all" or worker.combining.is_driven):
+            where = "in virtual time" if worker.combining.is_driven else f"under {policy.spec}"
+            raise self._write_error(written, f"{where} other workers go on from the weights before")
 
-    def _write_error(self, written: Mapping[int, torch.Tensor], why: str = "") -> ParameterChangedError:
+    def _write_error(self, written: Collection[int], why: str = "") -> ParameterChangedError:
         if not self.has_begun:
             foreign.check_not_averaged(self.tensors)  # the wrapper may have moved them
         is_undone = not self.placement.shows_arena or self.placement.name == "node"
@@ -357,11 +367,29 @@ class Attachment:
 
         Before the first step the parameters are the script's own: what it has loaded into them becomes the job's weights now.
         """
-        if self._first is not None:
-            return self._agree_on_first(self._first, ())
-        is_own = self.total_steps == 0 and self.placement.keeps_own
-        if not is_own and self._may_differ() and (written := self._written()):
+        self.adopt_first()
+        if self._first is None and (written := self.pending()):
             raise self._write_error(written, "what follows takes the job's weights")
+
+    def adopt_first(self) -> None:
+        """Make what the script has written before its first step the job's weights now. Raises as `adopt_writes`."""
+        if self._first is not None:
+            self._agree_on_first(self._first, ())
+
+    def check_takes(self) -> None:
+        """As `check_writes`, for a write that the next step would not take either: what follows leaves the others to it."""
+        if self._first is None and (written := self.pending()):
+            self._check_takes(written)
+
+    def show_newest(self) -> None:
+        """As `take_weights`, unless the script has written others, which the next step takes."""
+        if not (self.pending() if self._first is None else self._differing_first()):
+            self.take_weights()
+
+    def pending(self) -> dict[int, torch.Tensor]:
+        """What the script wrote to the job's parameters and the next step takes or refuses, by number."""
+        is_own = self.total_steps == 0 and self.placement.keeps_own
+        return {} if is_own or not self._may_differ() else self._written()
 
     def begins_void(self) -> bool:
         """Whether this worker's script wrote weights that are not the job's, which it joined or resumed, or had from worker 0.
@@ -371,9 +399,12 @@ class Attachment:
         is_void = self._is_void or (self.tensors.view is None and self.weights.changed() >= 0)
         if not self.is_late or self.worker.own_steps or not is_void:
             return False
+        self._tell_of_unused()
+        return True
+
+    def _tell_of_unused(self) -> None:
         joined = "worker 0 did not write the same" if self._first else "the job had begun without it, or was resumed"
         logger.warning("worker %d: what its script wrote to the parameters is not used: %s", self.worker.rank, joined)
-        return True
 
     def wait_for_others(self) -> None:
         """Wait until every other worker has closed, and take the final weights.
@@ -418,6 +449,7 @@ class Attachment:
         self.weights.leave()
         if failure is None:
             self._leave_buffers()
+            jobs_of_process.leave(self.worker, self.tensors)
         try:
             self.worker.close(failure, stays=True)
         finally:

@@ -7,14 +7,16 @@ with which DistributedDataParallel averages nothing: it knows no optimizer, beca
 
 import logging
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from numbers import Integral
 from typing import Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from fastps.errors import ParameterChangedError, UnsupportedError
+from fastps.errors import ParameterChangedError, UnsupportedError, UsageError
 from fastps.job import environment
+from fastps.job.policy import Policy
 from fastps.store import jobs_of_process
 from fastps.system import garbage
 
@@ -33,6 +35,25 @@ _OTHER_WEIGHTS = (
     " restore them between steps (SAM) do so inside `with optimizer.private_weights():`, backward included, and call step()"
     " after the block"
 )
+
+
+_KINDS: dict[str, tuple[Any, str]] = {
+    "sync": ((str, Policy), 'a spec such as "dssp:3,15", or a Policy'),
+    "model": (torch.nn.Module, "the model, a torch.nn.Module"),
+    "batch_size": (Integral, "a whole number"),
+    "job": (str, "a name"),
+    "rank": (Integral, "a whole number"),
+    "workers": (Integral, "a whole number"),
+    "seeds": (Mapping, "a mapping of names to seeds"),
+}
+
+
+def check_kinds(**given: object) -> None:
+    """Raise UsageError for an argument of DistributedOptimizer that is of another kind, and is not None."""
+    for name, value in given.items():
+        kind, expected = _KINDS[name]
+        if value is not None and not isinstance(value, kind):
+            raise UsageError(f"DistributedOptimizer: expected {name}= to be {expected}, found {value!r}"[:300])
 
 
 def check_model(model: torch.nn.Module | None) -> None:

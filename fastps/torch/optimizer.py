@@ -136,6 +136,7 @@ class DistributedOptimizer(OptimizerState):
         clock: Clock = SYSTEM_CLOCK,
     ) -> None:
         check_kind(optimizer)
+        foreign.check_kinds(sync=sync, model=model, batch_size=batch_size, job=job, rank=rank, workers=workers, seeds=seeds)
         policy = parse_policy(environment.sync_of(sync))
         foreign.check_model(model)
         self._identity = environment.identity(job, rank, workers)
@@ -458,8 +459,9 @@ class DistributedOptimizer(OptimizerState):
         if self._job.worker.closed or self._job.worker.forked:
             return
         if failure is None:
+            if exit_handlers.finishes():
+                self.wait_for_others()
             self._keep_state()
-            jobs_of_process.leave(self._job.worker, self._tensors)
         else:
             self._state.detach(reads=False)  # code that cleans up after the error may look at `state`
         self._job.leave(failure)

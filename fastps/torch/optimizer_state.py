@@ -134,6 +134,11 @@ class OptimizerState(torch.optim.Optimizer):
         with worker.locked():
             return state_of(worker, worker.combining)
 
+    def adopt_first(self) -> None:
+        """Make what the script has written before its first step the job's weights now. Raises ParameterChangedError."""
+        self._job.worker.check_open()
+        self._job.adopt_first()
+
     def _pin_with_state(self, pin: Callable[..., Pinned]) -> Pinned:
         """Pin a version with the optimizer's state at it."""
         worker = self._job.worker
@@ -185,6 +190,18 @@ class OptimizerState(torch.optim.Optimizer):
             self._job.worker.check_moment(f"another {names} in param_groups")
             service.set_options(self._job.store.job, changed, self._job.store.timeout_s)
         self._options_sent = now
+
+    def __getattr__(self, name: str) -> Any:
+        """An attribute that only the wrapped optimizer has, such as a count of its class. Raises AttributeError."""
+        inner = self.__dict__.get("_inner")
+        if inner is None or name.startswith("_") or not hasattr(inner, name):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        if self._is_own and not self._job.worker.closed and not self._runs_here:
+            raise AttributeError(
+                f"{name!r} is an attribute of the wrapped {type(inner).__name__}, which another process runs: read it after"
+                " close() or unwrap()"
+            )
+        return getattr(inner, name)
 
     def _read_state(self) -> Iterable[tuple[Any, Entry]]:
         """The entries of the job's state, each with its parameter. In a job of several nodes none: no worker reaches them."""
@@ -301,7 +318,7 @@ class OptimizerState(torch.optim.Optimizer):
         self._job.worker.check_usable()
         self._job.worker.check_moment("load_state_dict()")
         self._job.worker.store.layout.check_has_state("load_state_dict()")
-        self._job.check_writes()
+        self._job.check_takes()
         if self._is_own:
             return self._load_own(state_dict)
         taken = [state_dict]
@@ -369,7 +386,7 @@ class OptimizerState(torch.optim.Optimizer):
         """
         if self._job.worker.rank == 0 and (not self._job.worker.generation or self._job.worker.own_steps):
             state.publish(self._job.worker, self._job.tensors, self._rule, entries)
-            self._job.take_weights()
+            self._job.show_newest()
 
 
 def _is_same(one: Any, other: Any) -> bool:
@@ -382,10 +399,10 @@ def _is_same(one: Any, other: Any) -> bool:
 
 def check_kind(optimizer: object) -> None:
     """Raise UsageError for anything but a torch optimizer."""
-    if not isinstance(optimizer, torch.optim.Optimizer):
+    if not isinstance(optimizer, torch.optim.Optimizer) or isinstance(optimizer, OptimizerState):
         raise UsageError(
             "expected a torch optimizer, as in DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1)), found"
-            f" {type(optimizer).__name__}"
+            f" {type(optimizer).__name__}{', wrapped already' if isinstance(optimizer, OptimizerState) else ''}"
         )
     patched = optimizer.__dict__.get("step")
     if patched is not None and not hasattr(patched, "_wrapped_by_lr_sched"):

@@ -91,6 +91,22 @@ def test_spawn_leaves_the_final_weights_in_the_parents_model(method: str) -> Non
     assert torch.allclose(model.weight, expected.weight, atol=1e-5)
 
 
+def test_a_model_gets_the_jobs_last_weights_also_where_worker_0_is_the_first_to_close() -> None:
+    def train(rank: int, model: torch.nn.Module) -> None:
+        with fastps.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), "asp") as optimizer:
+            optimizer.wait_for_start()
+            for _ in range(1 + 20 * rank):
+                time.sleep(0.01)
+                optimizer.zero_grad()
+                model(torch.ones(1, 4)).sum().backward()
+                optimizer.step()
+
+    model = torch.nn.Linear(4, 1)
+    torch.nn.init.zeros_(model.weight)
+    fastps.spawn(train, (model,), workers=2, model=model)
+    assert model.weight.tolist() == [[-22.0] * 4]
+
+
 def test_spawned_workers_may_have_data_loaders_with_processes_of_their_own() -> None:
     def train(rank: int, model: torch.nn.Module) -> None:
         data = torch.utils.data.TensorDataset(torch.ones(4, 4))

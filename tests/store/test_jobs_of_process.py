@@ -67,7 +67,10 @@ def test_pushes_that_came_after_worker_0_closed_are_refused_at_the_next_wrap() -
     assert "more after worker 0 closed" in first[1] and "call unwrap() in place of close()" in first[1]
 
 
-def test_close_says_how_many_still_train(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("end", [fastps.DistributedOptimizer.close, lambda optimizer: optimizer._job.leave(None)])
+def test_close_and_the_end_of_the_program_say_how_many_still_train(
+    end: Callable[[Any], None], caplog: pytest.LogCaptureFixture
+) -> None:
     models = [torch.nn.Linear(1, 1), torch.nn.Linear(1, 1)]
     job = f"close-{time.monotonic_ns()}"
     optimizers = [
@@ -75,8 +78,8 @@ def test_close_says_how_many_still_train(caplog: pytest.LogCaptureFixture) -> No
         for rank, model in enumerate(models)
     ]
     with caplog.at_level(logging.WARNING, "fastps.torch"):
-        optimizers[0].close()
-        optimizers[1].close()
+        end(optimizers[0])
+        end(optimizers[1])
     (said,) = [record.getMessage() for record in caplog.records if "closes while" in record.getMessage()]
     assert said.startswith("worker 0 closes while others train (1 of them)")
 

@@ -1,5 +1,6 @@
 """What a script writes to the weights between wrapping and its first step: each worker its own, of which worker 0's count."""
 
+import copy
 import multiprocessing
 import time
 from collections.abc import Callable
@@ -10,7 +11,9 @@ import numpy as np
 import pytest
 import torch
 
+import fastps
 from fastps.kernels.protocol.lane import Lane
+from tests.support.said import listen
 from tests.support.torch_optimizers import with_and_without
 from tests.torch.test_foreign import _in_processes, _model, _train, _wrap
 
@@ -44,6 +47,124 @@ def test_weights_written_before_the_first_gradient_are_written_once_whatever_the
     expected = train_twice(lambda model: torch.optim.SGD(model.parameters(), lr=0.01))
     for found in _in_processes(lambda rank: train_twice(lambda model: _wrap(model, model=model), rank), workers):
         assert np.allclose(found, expected, rtol=1e-6)
+
+
+def _load_state(model: torch.nn.Linear, optimizer: Any) -> None:
+    state = optimizer.state_dict()
+    state["state"] = {index: {"momentum_buffer": torch.ones_like(each)} for index, each in enumerate(model.parameters())}
+    optimizer.load_state_dict(state)
+
+
+def _load_both(model: torch.nn.Linear, optimizer: Any) -> None:
+    optimizer.load_state_dict(optimizer.state_dict())
+    model.load_state_dict({name: value * 0 + 3.0 for name, value in model.state_dict().items()})
+    _load_state(model, optimizer)
+
+
+def _draw_again(model: torch.nn.Linear) -> None:
+    torch.manual_seed(7)
+    torch.nn.init.normal_(model.weight)
+
+
+def _load_model(model: torch.nn.Linear) -> None:
+    model.load_state_dict({name: value + 1.0 for name, value in model.state_dict().items()})
+
+
+@pytest.mark.parametrize("is_frozen", [False, True])
+@pytest.mark.parametrize("written", [_load_model, _draw_again])
+@pytest.mark.parametrize("loaded", [_load_state, _load_both])
+@pytest.mark.parametrize("workers", [1, 2])
+def test_weights_written_behind_a_load_of_the_optimizers_state_are_those_of_the_first_step(
+    workers: int, loaded: Callable[..., None], written: Callable[..., None], is_frozen: bool
+) -> None:
+    """The state becomes the job's in other memory, from which the first step began."""
+
+    def train(wrap: Callable[[torch.nn.Module], Any]) -> tuple[list[float], list[str]]:
+        said, model = listen(), _model()
+        optimizer = wrap(model)
+        loaded(model, optimizer)
+        model.weight.requires_grad_(not is_frozen)
+        written(model)
+        _train(model, optimizer, 2)
+        model.weight.requires_grad_(True)
+        _train(model, optimizer, 2)
+        getattr(optimizer, "unwrap", lambda: None)()
+        return [*model.weight.flatten().tolist(), *model.bias.tolist()], said
+
+    def plain(model: torch.nn.Module) -> Any:
+        return torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+
+    expected, _ = train(plain)
+    for found, said in _in_processes(lambda _: train(lambda model: fastps.DistributedOptimizer(plain(model))), workers):
+        assert np.allclose(found, expected, rtol=1e-6) and not [each for each in said if "not used" in each]
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_script_may_load_the_model_or_the_state_first_when_it_goes_back(workers: int) -> None:
+    """Under bsp all workers write the same, and the next step takes it."""
+
+    def train(wrap: Callable[[torch.nn.Module], Any], order: str) -> list[float]:
+        model = _model()
+        optimizer = wrap(model)
+        _train(model, optimizer, 2)
+        kept = [copy.deepcopy(each.state_dict()) for each in (model, optimizer)]
+        _train(model, optimizer, 3)
+        for each in order:
+            model.load_state_dict(kept[0]) if each == "m" else optimizer.load_state_dict(kept[1])
+        _train(model, optimizer, 2)
+        getattr(optimizer, "unwrap", lambda: None)()
+        return [*model.weight.flatten().tolist(), *model.bias.tolist()]
+
+    def plain(model: torch.nn.Module) -> Any:
+        return torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+
+    expected = train(plain, "mo")
+    for order in ("mo", "om", "mom"):
+        found = _in_processes(lambda _: train(lambda model: fastps.DistributedOptimizer(plain(model)), order), workers)  # noqa: B023
+        assert all(np.allclose(each, expected, rtol=1e-6) for each in found), order
+
+
+@pytest.mark.parametrize("sync", ["bsp", "asp,ema=0.9"])
+def test_a_checkpoint_before_the_first_step_has_what_the_script_loaded(sync: str, tmp_path: Path) -> None:
+    model = _model()
+    with _wrap(model, model=model, sync=sync) as optimizer:
+        torch.nn.init.constant_(model.weight, 5.0)
+        saved = fastps.load(fastps.save(optimizer, tmp_path))
+        assert saved.weights()["weight"].tolist() == [[5.0] * 4]
+        _train(model, optimizer, 1)
+        assert optimizer.version == 1
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_weights_that_replace_the_first_ones_may_be_written_again(workers: int) -> None:
+    def work(rank: int) -> list[float]:
+        model = _model()
+        with _wrap(model, model=model) as optimizer:
+            if rank == 0:
+                optimizer.replace_weights([torch.zeros_like(each) for each in model.parameters()])
+                assert not model.weight.any()
+            torch.nn.init.constant_(model.weight, 2.0)
+            torch.nn.init.constant_(model.bias, 1.0)
+            _train(model, optimizer, 1)
+            return model.weight.flatten().tolist()
+
+    plain = _model()
+    torch.nn.init.constant_(plain.weight, 2.0)
+    torch.nn.init.constant_(plain.bias, 1.0)
+    _train(plain, torch.optim.SGD(plain.parameters(), lr=0.01), 1)
+    assert _in_processes(work, workers) == [pytest.approx(plain.weight.flatten().tolist())] * workers
+
+
+def test_a_frozen_parameter_that_worker_0_wrote_otherwise_is_told_of() -> None:
+    def work(rank: int) -> tuple[float, int]:
+        said, model = listen(), _model()
+        model.weight.requires_grad_(False)
+        with _wrap(model, model=model) as optimizer:
+            model.weight.data.fill_(1.0 + rank)
+            _train(model, optimizer, 2)
+            return float(model.weight.sum()), len([each for each in said if "worker 0 did not write the same" in each])
+
+    assert _in_processes(work, 2) == [(4.0, 0), (4.0, 1)]
 
 
 def test_weights_that_worker_0_did_not_write_are_not_used(caplog: pytest.LogCaptureFixture) -> None:

@@ -5,6 +5,7 @@ import copy
 import mmap
 import multiprocessing
 import os
+import re
 import sys
 import time
 import warnings
@@ -126,6 +127,51 @@ def test_what_is_no_optimizer_is_refused_by_an_example() -> None:
     model, _ = _fresh()
     with pytest.raises(fastps.UsageError, match=r"as in DistributedOptimizer\(torch.optim.SGD.*found generator"):
         fastps.DistributedOptimizer(model.parameters())  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("name", "value"), [
+    ("sync", 5), ("sync", ["asp"]), ("job", 3), ("batch_size", "32"), ("workers", 1.0), ("rank", "0"), ("seeds", 5),
+    ("model", []),
+])  # fmt: skip
+def test_an_argument_of_another_kind_is_refused_by_name(name: str, value: Any) -> None:
+    model, _ = _fresh()
+    given = {name: value}
+    with pytest.raises(fastps.UsageError, match=re.escape(f"expected {name}= to be ") + f".*found {re.escape(repr(value))}"):
+        fastps.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), **given)
+
+
+def test_an_optimizer_that_is_wrapped_already_is_refused_and_trains_on() -> None:
+    weight = torch.nn.Parameter(torch.zeros(2))
+    with fastps.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0)) as optimizer:
+        with pytest.raises(fastps.UsageError, match="found DistributedOptimizer, wrapped already"):
+            fastps.DistributedOptimizer(optimizer)
+        weight.sum().backward()
+        optimizer.step()
+        assert weight.tolist() == [-1.0, -1.0]
+
+
+class Counting(torch.optim.SGD):
+    """Counts its steps, and has an option of its own that is in no group."""
+
+    count, note = 0, "of the class"
+
+    def step(self, closure: Any = None) -> Any:
+        self.count += 1
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("server", ["workers", "process"])
+def test_an_attribute_of_the_wrapped_optimizer_is_read_where_it_has_its_value(server: str) -> None:
+    weight = torch.nn.Parameter(torch.zeros(2))
+    with fastps.DistributedOptimizer(Counting([weight], lr=1.0), server=server) as optimizer:
+        weight.sum().backward()
+        optimizer.step()
+        if server == "process":
+            with pytest.raises(AttributeError, match="'count' is an attribute of the wrapped Counting, which another process"):
+                print(optimizer.count)
+        else:
+            assert (optimizer.count, optimizer.note) == (1, "of the class")
+        assert not hasattr(optimizer, "other")
 
 
 def test_lr_schedulers_of_the_wrapped_optimizer_see_no_step_that_is_missing() -> None:

@@ -142,7 +142,7 @@ def test_weights_of_a_moment_are_in_no_checkpoint_reader_or_other_worker(sync: s
                 optimizer.worker.try_combine()
                 reader.pull()
                 seen = max(seen, *(float(abs(weights).max()) for weights in reader.weights.values()))
-                if moment % 50 == 0:
+                if moment % 50 == 10:
                     saved = fastps.load(fastps.save(optimizer, tmp_path / f"{rank}-{moment}")).weights()
                     seen = max(seen, *(float(abs(weights).max()) for weights in saved.values()))
                 if rank == 0:
