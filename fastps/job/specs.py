@@ -71,7 +71,11 @@ def parse_policy(spec: "str | Policy") -> Policy:
         raise PolicyError(f"{spec!r}: expected {discipline.usage} with the options {known}, found the option {unknown!r}")
     most = len(set(discipline.numbers.values()))
     if not most - discipline.defaults <= len(numbers) <= most:
-        raise PolicyError(f"{spec!r}: expected {discipline.usage}, found {', '.join(map(str, numbers)) or 'no numbers'}")
+        words = [number for number in numbers if isinstance(number, str) and number]
+        unknown = f"; no discipline is called {words[0]!r}" if words else ""
+        raise PolicyError(
+            f"{spec!r}: expected {discipline.usage}, found {', '.join(map(str, numbers)) or 'no numbers'}{unknown}"
+        )
     try:
         policy = discipline.build(*numbers, **own)
     except TypeError:

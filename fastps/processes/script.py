@@ -16,8 +16,9 @@ def command_of(arguments: list[str], module: bool) -> list[str]:
         arguments = arguments[1:]
         if arguments[0].startswith("-"):
             return [sys.executable, *arguments]  # flags of Python's own, -m among them
-    if not Path(arguments[0]).is_file():
-        raise UsageError(f"expected a script, found no file {arguments[0]!r}; fastps run -m runs a module")
+    if not (script := Path(arguments[0])).is_file():
+        found = "the folder" if script.is_dir() else "no file"
+        raise UsageError(f"expected a script, found {found} {arguments[0]!r}; fastps run -m runs a module")
     return [sys.executable, *arguments]
 
 
