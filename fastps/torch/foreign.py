@@ -56,11 +56,18 @@ def check_kinds(**given: object) -> None:
             raise UsageError(f"DistributedOptimizer: expected {name}= to be {expected}, found {value!r}"[:300])
 
 
-def check_model(model: torch.nn.Module | None) -> None:
-    """Raise UnsupportedError for a model whose wrapper averages gradients or shards parameters."""
-    wrapper = None if model is None else _wrapper_of(model)
-    if model is not None and wrapper is not None and not _pushes(model):
+def check_model(model: torch.nn.Module | None, tensors: Sequence[torch.Tensor]) -> None:
+    """Raise UnsupportedError for a model whose wrapper averages gradients or shards parameters; warn of another model's."""
+    if model is None:
+        return
+    if (wrapper := _wrapper_of(model)) is not None and not _pushes(model):
         raise UnsupportedError(f"the model is wrapped by {wrapper}, which averages gradients itself: {_CURE}")
+    own = {id(each) for each in model.parameters()}
+    if own and not any(id(tensor) in own for tensor in tensors):
+        logger.warning(
+            "model= has none of the optimizer's parameters, so the names and buffers of checkpoints and readers are not those"
+            " of the model that trains: give the model whose parameters() the optimizer got"
+        )
 
 
 def keep_untraced() -> None:

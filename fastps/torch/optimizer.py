@@ -138,11 +138,11 @@ class DistributedOptimizer(OptimizerState):
         check_kind(optimizer)
         foreign.check_kinds(sync=sync, model=model, batch_size=batch_size, job=job, rank=rank, workers=workers, seeds=seeds)
         policy = parse_policy(environment.sync_of(sync))
-        foreign.check_model(model)
         self._identity = environment.identity(job, rank, workers)
         self._names_job, self._is_told = job is not None, workers is not None
         self._inner, self._rule = optimizer, rule_of(optimizer, policy)
         self._left_out, self._tensors = join.tensors_of(optimizer)
+        foreign.check_model(model, self._tensors)
         pushed = join.gradient_type(push_dtype := push_dtype or pushed_type(self._tensors), self._tensors)
         super().__init__(optimizer.param_groups, optimizer.defaults)
         self._buffers, self._placement = ModelBuffers(model), self._place(push_dtype)

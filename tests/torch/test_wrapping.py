@@ -140,6 +140,14 @@ def test_an_argument_of_another_kind_is_refused_by_name(name: str, value: Any) -
         fastps.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), **given)
 
 
+def test_a_model_that_is_another_ones_is_told_of(caplog: pytest.LogCaptureFixture) -> None:
+    model, other = torch.nn.Linear(2, 1), torch.nn.Linear(2, 1)
+    fastps.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model=model).close()
+    assert not caplog.text
+    fastps.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model=other).close()
+    assert "model= has none of the optimizer's parameters" in caplog.text
+
+
 def test_an_optimizer_that_is_wrapped_already_is_refused_and_trains_on() -> None:
     weight = torch.nn.Parameter(torch.zeros(2))
     with fastps.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0)) as optimizer:
