@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from fastps.errors import UsageError
+from fastps.job.environment import importing
 
 
 def functions_of(script: Path, names: Sequence[str]) -> list[Callable[..., Any]]:
@@ -19,7 +20,8 @@ def functions_of(script: Path, names: Sequence[str]) -> list[Callable[..., Any]]
         raise UsageError(f"expected a script of Python, whose name ends with .py, found {script}")
     module = importlib.util.module_from_spec(spec)
     sys.modules.setdefault(script.stem, module)  # classes of the script pickle, for the workers of a DataLoader
-    spec.loader.exec_module(module)
+    with importing(script.name):
+        spec.loader.exec_module(module)
     found = [getattr(module, name, None) for name in names]
     for name, each in zip(names, found, strict=True):
         if not callable(each):

@@ -6,11 +6,13 @@ starts inherits the others. What other modules read of the environment is parsed
 error that names it.
 """
 
+import contextlib
 import hashlib
 import logging
 import os
 import secrets
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from multiprocessing import process
 from pathlib import Path
@@ -21,6 +23,7 @@ from fastps.job.launchers import MOST, launched, whole
 from fastps.job.options import OPTIONS, value_of
 
 logger = logging.getLogger("fastps.job")
+_imported: list[str] = []
 TRACE_VARIABLE = "FASTPS_TRACE"  # the file that a launch records its trace into
 # The first variable that is set counts. Lightning sets only LOCAL_RANK, the rank on one machine; others set it on each node.
 _RANKS, _WORKERS = ("FASTPS_RANK", "RANK", "LOCAL_RANK"), ("FASTPS_WORKERS", "WORLD_SIZE")
@@ -159,8 +162,22 @@ def _claim(rank: int) -> None:
     os.environ["FASTPS_PROCESS"] = f"{os.getpid()} {mark}"
 
 
+@contextlib.contextmanager
+def importing(script: str) -> Iterator[None]:
+    """Inside the block a script is imported for its functions, and may begin no job."""
+    _imported.append(script)
+    try:
+        yield
+    finally:
+        _imported.pop()
+
+
 def check_main_guard() -> None:
-    """Raise UsageError in a child of multiprocessing that is still starting, and runs its parent's script for that."""
+    """Raise UsageError in a process that runs a script from its first line only to have its functions."""
+    if _imported:
+        raise UsageError(
+            f'{_imported[-1]} trains when it is imported for its functions: put what trains under `if __name__ == "__main__":`'
+        )
     if getattr(process.current_process(), "_inheriting", False):
         raise UsageError(
             "a child of multiprocessing (a DataLoader's worker, say) runs this script from its first line, and came to fastps:"

@@ -263,6 +263,12 @@ def test_a_scripts_functions_are_found_without_its_main_part(tmp_path: Path) -> 
         functions_of(script, ["build", "judge"])
     with pytest.raises(fastps.UsageError, match="found no file"):
         functions_of(tmp_path / "none.py", [])
+    trains = tmp_path / "trains.py"
+    trains.write_text(
+        "import torch, fastps\nw = torch.ones(1, requires_grad=True)\nfastps.DistributedOptimizer(torch.optim.SGD([w]))\n"
+    )
+    with pytest.raises(fastps.UsageError, match=r"trains\.py trains when it is imported for its functions"):
+        functions_of(trains, [])
 
 
 def _evaluate_for_ever(job: str, folder: Path, ready: Callable[[], object]) -> None:
