@@ -95,7 +95,7 @@ class DistributedOptimizer(OptimizerState):
         push_dtype: the type of pushed gradients; default: that of all parameters, else float32. torch.bfloat16 or float16
             halves the bytes of a push of float32; sums and updates stay float32. A gradient beyond float16's 65,504 becomes
             infinite there. If it is not the parameters' type, `p.grad` stays set after `step()`.
-        timeout_s: longest wait in seconds; default: FASTPS_TIMEOUT, else 300.
+        timeout_s: longest wait in seconds, but for a step of a worker that lives; default: FASTPS_TIMEOUT, else 300.
         job, rank, workers: the job's name, this worker's number (from 0), and the number of workers, for processes that no
             launcher has started (multiprocessing, Ray, a notebook); default: the environment. `fastps.spawn` sets them.
 
