@@ -216,6 +216,8 @@ def _named(source: torch.nn.Module | Mapping[str, Any]) -> dict[str, tuple[dict[
 
 def _text_of(tag: Mapping[str, Any]) -> bytes:
     try:
+        if odd := [key for key in tag if not isinstance(key, str)]:
+            raise TypeError(f"a key is {odd[0]!r}, and no text")
         text = json.dumps(dict(tag)).encode()
     except (TypeError, ValueError) as error:
         raise UsageError(f"tag: expected a dict of JSON's types, found {tag!r} ({error})") from None

@@ -128,6 +128,8 @@ def test_what_cannot_be_published_is_refused_by_name() -> None:
             fastps.Publisher(model, _job())
         with pytest.raises(fastps.UsageError, match="tag: expected a dict of JSON's types"):
             publisher.publish(tag={"x": object()})
+        with pytest.raises(fastps.UsageError, match="a key is 1, and no text"):
+            publisher.publish(tag={1: 2})  # type: ignore[dict-item]
         with pytest.raises(fastps.UsageError, match="tag: expected at most 4096 bytes"):
             publisher.publish(tag={"x": "x" * 5000})
         model.mask = torch.zeros(3, dtype=torch.bool)
