@@ -52,9 +52,7 @@ def fold_threads(layout: "Layout", own: int) -> int:
     if layout.has_server:
         given = os.environ.get("OMP_NUM_THREADS", "")
         return int(given) if given.isdecimal() and int(given) else own
-    if is_fork():
-        return own
-    return max(own, min(own * layout.workers, len(os.sched_getaffinity(0))))
+    return own if is_fork() else max(own, min(own * layout.workers, len(os.sched_getaffinity(0))))
 
 
 def streams(layout: "Layout", helpers: int) -> bool:

@@ -15,17 +15,17 @@ _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _PR_GET_CHILD_SUBREAPER = 37
 _libc = ctypes.CDLL(None, use_errno=True)
-_fork = {"of a process that may have computed": False}
+_has_computed = [False]  # whether this is a fork of a process that may have
 
 
 def is_fork() -> bool:
     """Whether this process is a fork of one that may have computed: OpenMP would wait for ever for its parent's threads."""
-    return _fork["of a process that may have computed"]
+    return _has_computed[0]
 
 
 def note_fork(may_have_computed: bool = True) -> None:
     """Note in a fork whether its parent may have computed. A fork server has not."""
-    _fork["of a process that may have computed"] = may_have_computed
+    _has_computed[0] = may_have_computed
 
 
 os.register_at_fork(after_in_child=note_fork)

@@ -272,8 +272,9 @@ class Attachment:
         def has_agreed() -> bool:
             zero = Lane(arena, 0)
             has_begun = zero.posted() > 0 or arena.lane_states()[0] not in (LANE_FREE, LANE_JOINING, LANE_LIVE)
+            # Worker 0 has loaded state, or replaced weights. A look without the locks, which the next one corrects.
             if not any(self._job_versions()) and self.store.committed()[0] != self.weights.shown:
-                self._first = self.weights.shown = list(self.worker.pull())  # worker 0 has loaded state, or replaced weights
+                self._first = self.weights.shown = list(self.worker.pull())
             is_same = not awaits and not self._differing_first()
             return has_begun or is_same or (is_virtual and zero.announced() != UNDECIDED)
 
