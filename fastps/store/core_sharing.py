@@ -8,7 +8,7 @@ import os
 
 from fastps.job import limits
 from fastps.job.layout import Layout
-from fastps.kernels.protocol.wait import Wait
+from fastps.kernels.protocol.wait import SHORT_WAIT, Wait
 from fastps.kernels.shm.arena import Arena
 
 
@@ -38,6 +38,7 @@ class Cores:
             return
         self._count = count
         self.spins = self._wait.spins = spins(self.takers, count)
+        self._wait.short_wait_ns = SHORT_WAIT * max(1, self.takers // count)
         if not self._layout.policy.overlap:
             others = helpers(self.takers, count)
             self._wait.lane.share_folds(others, parts(self.takers, count, self._own))

@@ -12,8 +12,9 @@ cdef enum:
     OVERDUE_NS = 200_000
     # Sleep between two tries to end a fold whose chunk a helper still has.
     HELD_NS = 100_000
-    # If workers outnumber the cores, a wait begins awake where the last one was shorter than this. A sleep and a wake-up take
-    # long beside the steps of small models, and nothing beside those of large ones (docs/experiments/yielding.md).
+    # If workers outnumber the cores, a wait begins awake where the last one was shorter than this for each worker on a core. A
+    # sleep and a wake-up take long beside the steps of small models, and nothing beside those of large ones
+    # (docs/experiments/yielding.md).
     SHORT_WAIT_NS = 1_000_000
     ROUNDS_AWAKE = 10  # before a worker sleeps
     POLLS_AWAKE = 4    # in a round: between two readings of the clock
@@ -42,7 +43,7 @@ cdef enum:
 @cython.final
 cdef class Wait:
     cdef readonly Lane lane
-    cdef public int64_t spins, last_wait_ns, checked_ns
+    cdef public int64_t spins, short_wait_ns, last_wait_ns, checked_ns
     cdef readonly int64_t slice_ns
     cdef readonly int outcome
     cdef readonly bint held, is_awake

@@ -26,6 +26,7 @@ cdef class Wait:
     Attributes:
         lane: the lane that waits.
         spins: the polls of a rest before it sleeps.
+        short_wait_ns: the duration below which a wait counts as short: the one after it begins awake.
         last_wait_ns: the duration of the last wait for a step or a call, or of this one so far: the estimate for the next.
         slice_ns: the longest duration of the rest or the pause that is wanted now.
         outcome: of FAILURE: what `try_combine` returned.
@@ -35,7 +36,7 @@ cdef class Wait:
     """
 
     def __cinit__(self, Lane lane not None):
-        self.lane = lane
+        self.lane, self.short_wait_ns = lane, SHORT_WAIT_NS
 
     cdef void _begin(self, int goal, int64_t now_ns, int64_t longest_ns) noexcept nogil:
         self.goal = goal
@@ -47,7 +48,7 @@ cdef class Wait:
         if goal != GOAL_CALL:  # a server reads it before each time that it combines, and at no other time
             self.seen = fps_event_load(&self.lane.words.event)
         self.rounds = 0
-        if goal == GOAL_OUTCOME or (not self.spins and self.last_wait_ns < SHORT_WAIT_NS):
+        if goal == GOAL_OUTCOME or (not self.spins and self.last_wait_ns < self.short_wait_ns):
             self.rounds = INT32_MAX if goal == GOAL_CALL else ROUNDS_AWAKE
 
     cpdef void begin_step(
@@ -179,7 +180,7 @@ cdef class Wait:
         if self.goal in (GOAL_JOIN, GOAL_LAST, GOAL_ANY) and not self.held:
             return WANT_PAUSE
         # A core that is yielded may come back late, and miss a timer.
-        self.is_awake = self.rounds > 0 and due_ns < 0 and now_ns - self.began_ns < SHORT_WAIT_NS
+        self.is_awake = self.rounds > 0 and due_ns < 0 and now_ns - self.began_ns < self.short_wait_ns
         self.rounds -= self.is_awake
         return WANT_REST
 

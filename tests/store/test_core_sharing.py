@@ -56,10 +56,13 @@ def test_workers_that_share_a_core_fold_alone_and_stay_awake_for_short_waits_onl
         assert first.cores.spins == second.cores.spins == 0
         assert first.lane.begins_with(2) == second.lane.begins_with(2) == 0b11
         assert _stays_awake(first)
-        first.step_wait.last_wait_ns = SHORT_WAIT
-        assert not _stays_awake(first)
-        first.step_wait.last_wait_ns = SHORT_WAIT - 1
-        assert _stays_awake(first)
+        for takers in (2, 8):  # on one core, or on two: 1 ms for each worker on a core
+            first.cores.share_among(takers)
+            short_ns = SHORT_WAIT * takers
+            first.step_wait.last_wait_ns = short_ns
+            assert not _stays_awake(first)
+            first.step_wait.last_wait_ns = short_ns - 1
+            assert _stays_awake(first)
 
 
 def test_a_long_wait_of_workers_on_one_core_ends_asleep() -> None:
