@@ -20,7 +20,7 @@ from typing import Any
 
 from fastps.errors import UsageError
 from fastps.job.launchers import MOST, launched, whole
-from fastps.job.options import OPTIONS, value_of
+from fastps.job.options import OPTIONS, tell_misspelt, value_of
 
 logger = logging.getLogger("fastps.job")
 _imported: list[str] = []
@@ -140,6 +140,8 @@ def identity(job: str | None = None, rank: int | None = None, workers: int | Non
     number = (0 if workers is not None else own_rank()) if rank is None else rank
     if not 0 <= number < count:
         raise UsageError(f"expected a rank from 0 to the number of workers, less one, found rank {number} of {count} workers")
+    if number == 0 and "FASTPS_LAUNCHER" not in os.environ:  # else the launcher has told of them
+        tell_misspelt()
     if job is not None:
         return Identity(check_job(job), number, count)
     if workers is not None and workers > 1:

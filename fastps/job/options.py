@@ -5,6 +5,8 @@ option for each field of NodePolicy, and passes the policy to its workers by the
 """
 
 import contextlib
+import functools
+import logging
 import math
 import os
 from collections.abc import Mapping
@@ -14,6 +16,8 @@ from typing import Any, NamedTuple
 from fastps.errors import UsageError
 from fastps.job.launchers import whole
 from fastps.kernels.shm.counts import MAX_LANES
+
+logger = logging.getLogger("fastps.job")
 
 
 class Range(NamedTuple):
@@ -220,3 +224,23 @@ class NodePolicy:
     def environment(self) -> Mapping[str, str]:
         """The variables that pass this policy to workers."""
         return {option.variable: str(getattr(self, name)) for name, option in self.options().items()}
+
+
+# Of the variables that no row describes, those that a user sets.
+_OTHERS = [
+    f"FASTPS_{name}" for name in ("SYNC", "JOB", "RANK", "WORKERS", "CHECKPOINT", "RESUME", "TRACE", "GPUS", "SECRET")
+]  # fmt: skip
+
+
+@functools.cache
+def tell_misspelt() -> None:
+    """Warn, once, of variables that fastps does not read, and whose names look like those of others that are not set."""
+    from difflib import get_close_matches
+
+    read = (*OPTIONS, *_OTHERS, *(option.variable for option in NodePolicy.options().values()))
+    names = {variable.removeprefix("FASTPS_"): variable for variable in read}
+    for variable in sorted(os.environ):
+        if variable.startswith("FASTPS_") and variable not in read:
+            for near in get_close_matches(variable.removeprefix("FASTPS_"), names, 1, 0.76):
+                if names[near] not in os.environ:
+                    logger.warning("fastps does not read the variable %s: is it %s?", variable, names[near])

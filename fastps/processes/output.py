@@ -7,6 +7,7 @@ worker.
 import json
 import logging
 import os
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -23,7 +24,7 @@ _Stream = tuple[int, int]  # a worker's rank, and the number of the sink
 
 @dataclass(frozen=True)
 class LogOptions:
-    """How a launch writes down what its workers say. Raises UsageError for a folder that cannot be made."""
+    """How a launch writes down what its workers say. Raises UsageError for a folder that cannot be made or written."""
 
     folder: Path | None = None  # also a file for each rank and stream, RANK/stdout.log and RANK/stderr.log, without bars
     as_json: bool = False  # an object a line, with time, rank and stream, and no bars
@@ -32,8 +33,9 @@ class LogOptions:
         try:
             if self.folder is not None:
                 self.folder.mkdir(parents=True, exist_ok=True)
+                tempfile.TemporaryFile(dir=self.folder).close()  # it can be written
         except OSError as error:
-            raise UsageError(f"--log-dir {self.folder}: expected a folder, found: {error.strerror}") from None
+            raise UsageError(f"--log-dir {self.folder}: expected a folder to write to, found: {error.strerror}") from None
 
 
 def json_line(unix_ns: int, **parts: Any) -> str:

@@ -14,6 +14,7 @@ SHORT_WAIT: int
 class Wait:
     lane: Lane
     spins: int
+    short_wait_ns: int
     last_wait_ns: int
     checked_ns: int
     slice_ns: int

@@ -1,5 +1,6 @@
 """Options: an argument counts before the variable, the variable before the default, and one row judges all three."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import typer.main
 import fastps
 from fastps.cli.main import app
 from fastps.errors import UsageError
-from fastps.job.options import OPTIONS, NodePolicy, Range, value_of
+from fastps.job.options import OPTIONS, NodePolicy, Range, tell_misspelt, value_of
 from tests.job.conftest import Environment
 
 
@@ -53,6 +54,23 @@ def test_nonsense_is_an_error_in_a_job_that_would_not_need_the_variable_too(envi
     environment({variable: "nonsense"})
     with pytest.raises(UsageError, match=f"expected {variable} to be "):
         fastps.DistributedOptimizer(torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1))
+
+
+def test_a_variable_that_is_misspelt_is_told_of_and_one_that_is_read_is_not(
+    environment: Environment, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "reference" / "environment.md").read_text()
+    for variable in set(re.findall(r"FASTPS_[A-Z_]*[A-Z]", page)):
+        with monkeypatch.context() as alone:
+            alone.setenv(variable, "1")
+            tell_misspelt.__wrapped__()
+    assert caplog.messages == []
+    environment({"FASTPS_" + wrong: "1" for wrong in ("SYNCH", "STALL", "CHECKPOINTS", "PROXY")} | {"FASTPS_CHECKPOINT": "a"})
+    tell_misspelt.__wrapped__()
+    said = [f"fastps does not read the variable FASTPS_{wrong}: is it FASTPS_{right}?" for wrong, right in (
+        ("STALL", "STALL_MS"), ("SYNCH", "SYNC"),
+    )]  # fmt: skip
+    assert caplog.messages == said
 
 
 def test_run_has_an_option_for_each_value_of_a_policy_of_nodes() -> None:

@@ -320,9 +320,10 @@ def test_a_launch_in_json_writes_an_object_a_line_its_own_sentences_too(tmp_path
 @pytest.mark.slow
 def test_a_folder_for_logs_that_cannot_be_made_and_another_format_are_refused(tmp_path: Path) -> None:
     script = program(tmp_path, "")[1]
-    assert "--log-dir /dev/null/x: expected a folder, found: Not a directory" in refused(
+    assert "--log-dir /dev/null/x: expected a folder to write to, found: Not a directory" in refused(
         "run", "--log-dir", "/dev/null/x", script
     )
+    assert "--log-dir /sys/kernel: expected a folder to write to, found: " in refused("run", "--log-dir", "/sys/kernel", script)
     assert "--log-format: expected text or json, found 'xml'" in refused("run", "--log-format", "xml", script)
 
 

@@ -19,6 +19,7 @@ from fastps.cli.report import faults_text
 from fastps.cli.tables import say
 from fastps.errors import UsageError
 from fastps.job.environment import check_job
+from fastps.job.options import tell_misspelt
 from fastps.job.specs import parse_policy
 from fastps.processes.script import command_of
 
@@ -251,6 +252,7 @@ def run(
     from fastps.processes.launcher import Launcher
     from fastps.processes.retries import with_retries
 
+    tell_misspelt()
     policy = parse_policy(sync) if sync is not None else None
     if hosts:
         raise typer.Exit(_run_on_hosts(context))
