@@ -114,6 +114,8 @@ class Publisher:
         Raises LayoutError for a tensor that is missing or of another shape or type than when the publisher was made, UsageError
         for a tag that is no JSON or too long, after close, and in a forked child.
         """
+        if self._worker.closed:
+            raise UsageError(f"publish() after close(): the job {self.job!r} has ended; make another Publisher")
         self._worker.check_usable()
         tensors = self._sources.tensors() if values is None else self._given(values)
         text = _text_of(tag) if tag else b""

@@ -144,5 +144,6 @@ def _events(simulator: Simulator) -> list[Event]:
 def command_of(arguments: Sequence[str], option: str = "--script") -> list[str]:
     """The command of a script with its arguments. Raises UsageError, naming the option, if there is no such file."""
     if not Path(arguments[0]).is_file():
-        raise UsageError(f"{option}: expected a script's file, found no {arguments[0]}")
+        cure = "; its arguments come after it, without quotes" if " " in arguments[0] else ""
+        raise UsageError(f"{option}: expected a script's file, found no {arguments[0]}{cure}")
     return [sys.executable, *arguments]

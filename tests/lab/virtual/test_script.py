@@ -182,6 +182,7 @@ def test_a_run_repeats_bit_by_bit_on_idle_and_on_busy_cores(
 @pytest.mark.parametrize(("arguments", "message"), [
     (["--script"], "expected a script and its arguments behind the options, found none"),
     (["--script", "nothing.py"], "expected a script's file, found no nothing.py"),
+    (["--script", "train.py 40"], "found no train.py 40; its arguments come after it, without quotes"),
     (["--script", "--steps", "3", __file__], "--steps beside --script"),
     (["--script", "--train", __file__], "--train beside --script"),
     (["--script", "-n", "1000000", __file__], r"1000000 workers take \d+.* GiB .* use at most \d+ workers"),

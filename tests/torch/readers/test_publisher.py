@@ -237,6 +237,8 @@ def test_a_reader_may_come_before_its_publisher() -> None:
         assert reader.version == 0
     thread.join()
     made[0].close()
+    with pytest.raises(fastps.UsageError, match="has ended; make another Publisher"):
+        made[0].publish()
     assert any("does not run yet; this reader waits up to 30 s for it" in each for each in said)
 
 
