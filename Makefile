@@ -112,13 +112,13 @@ test-debug: $(VENV)/.installed  ## tests of the core, built with bounds checks a
 TORCH ?=
 OTHER := build/torch-$(TORCH)
 OTHER_PIP := cd $(OTHER) && venv/bin/python -m pip --disable-pip-version-check install --quiet -c constraints.txt
-test-torch:  ## the tests of fastps/torch and of the pages with another torch (several GB): TORCH=2.6.0
-	@[[ -n "$(TORCH)" ]] || { echo "expected a version, as in: make test-torch TORCH=2.6.0"; exit 2; }
+test-torch:  ## the tests of fastps/torch and of the pages with another torch (several GB): TORCH=2.7.0
+	@[[ -n "$(TORCH)" ]] || { echo "expected a version, as in: make test-torch TORCH=2.7.0"; exit 2; }
 	rm -rf $(OTHER)
 	mkdir -p $(OTHER)/source
 	$(PYTHON) -m venv $(OTHER)/venv
 	git ls-files -z | xargs -0 cp --parents -t $(OTHER)/source
-	grep -v ^torch constraints.txt > $(OTHER)/constraints.txt
+	grep -Ev '^(torch|nvidia)' constraints.txt > $(OTHER)/constraints.txt
 	$(OTHER_PIP) torch==$(TORCH) numpy "setuptools>=77" wheel "Cython>=3.1"
 	$(OTHER_PIP) --no-build-isolation -e './source[demo,test]'
 	cd $(OTHER)/source && ../venv/bin/python -m pytest -q -m "not slow" $(PARALLEL) tests/torch tests/test_docs.py

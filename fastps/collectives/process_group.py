@@ -1,7 +1,7 @@
 """The process group that `torch.distributed.init_process_group("fastps")` makes: torch's methods over one `Group`.
 
 torch's Python functions and its C++ code (DistributedDataParallel) call these methods. The class derives from ProcessGroup
-because torch lets no Python class derive from Backend. Methods have the names of torch 2.6 and, where torch renamed them, both
+because torch lets no Python class derive from Backend. Methods have the names of torch 2.7 and, where torch renamed them, both
 names.
 
 A collective reads and writes contiguous memory of the CPU. A tensor that is not contiguous gets a contiguous copy, and a result

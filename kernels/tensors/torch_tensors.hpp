@@ -85,11 +85,11 @@ struct fps_value {
     }
 
     bool has_form_of(c10::TensorImpl *other) const {
-        const auto &others = other->sizes_and_strides();
-        const size_t dimensions = others.size();
+        const auto sizes = other->sizes(), strides = other->strides();
+        const size_t dimensions = sizes.size();
         if (form.size() != 2 * dimensions || other->dtype() != dtype || other->storage_offset()) return false;
         for (size_t i = 0; i < dimensions; i++)
-            if (others.sizes_data()[i] != form[i] || others.strides_data()[i] != form[dimensions + i]) return false;
+            if (sizes[i] != form[i] || strides[i] != form[dimensions + i]) return false;
         return true;
     }
 };

@@ -71,7 +71,8 @@ def check(layout: Layout, placement: str) -> None:
 
 def plan_of(layout: Layout, optimizer: torch.optim.Optimizer, tensors: Sequence[torch.Tensor]) -> ServerPlan | None:
     """Worker 0's plan of the server that runs the optimizer, or None where that worker does. Raises UnsupportedError."""
-    if type(optimizer) is torch.optim.Muon and platform.machine() == "x86_64" and not torch.cpu._is_avx512_bf16_supported():
+    is_muon = type(optimizer) is getattr(torch.optim, "Muon", None)  # since torch 2.9
+    if is_muon and platform.machine() == "x86_64" and not torch.cpu._is_avx512_bf16_supported():
         logger.warning(
             "torch.optim.Muon multiplies in bfloat16, for which this processor has no instructions: a step may take many times"
             " as long as in float32; examples/muon.py has a Muon that multiplies in float32"
