@@ -246,15 +246,15 @@ def test_an_error_of_the_optimizers_step_is_the_drivers() -> None:
 
 def change(what: str, sync: str) -> None:
     model = new_model()
-    optimizer = fastps.DistributedOptimizer(Muon(model.parameters()), sync)
-    for step in range(3):
-        optimizer.zero_grad()
-        loss_of(model, step).backward()
-        if what == "option":
-            optimizer.param_groups[0]["momentum"] = 0.9 + step / 100
-        optimizer.step((lambda: loss_of(model, 0)) if what == "closure" else None)
-        if what == "state":
-            optimizer.state_dict()
+    with fastps.DistributedOptimizer(Muon(model.parameters()), sync) as optimizer:  # a fork that ends has not closed it
+        for step in range(3):
+            optimizer.zero_grad()
+            loss_of(model, step).backward()
+            if what == "option":
+                optimizer.param_groups[0]["momentum"] = 0.9 + step / 100
+            optimizer.step((lambda: loss_of(model, 0)) if what == "closure" else None)
+            if what == "state":
+                optimizer.state_dict()
 
 
 @pytest.mark.parametrize(("what", "workers", "found"), [
