@@ -141,7 +141,7 @@ def failure_lines(outcome: Outcome) -> list[str]:
     lines = [*of_job, f"worker {first.rank} failed first: {first.ending}"]
     others = [f"worker {worker.rank}: {worker.ending}" for worker in outcome.workers if worker is not first]
     lines += [f"the others: {', '.join(others)}"] if others else []
-    lines += [f"its last line: {first.errors.tail[-1]}"] if first.errors.tail else ["it wrote nothing to stderr"]
+    lines += [f"the last line of its stderr: {first.errors.tail[-1]}"] if first.errors.tail else ["it wrote nothing to stderr"]
     lines += [outcome.hint] if outcome.hint else []
     lines += [OUT_OF_MEMORY] if any(worker.was_out_of_memory for worker in outcome.workers) else []
     return lines

@@ -240,7 +240,7 @@ def test_traceback_of_a_worker_is_printed_once(tmp_path: Path) -> None:
     ended = fastps("run", "-n", "1", program(tmp_path, "def fail():\n    raise ValueError('no luck')\nfail()\n")[1])
     assert ended.returncode == 1
     assert ended.stderr.count("in fail") == 1
-    assert "its last line: ValueError: no luck" in ended.stderr
+    assert "the last line of its stderr: ValueError: no luck" in ended.stderr
 
 
 def _panel_of(outcome: Outcome) -> str:
@@ -252,7 +252,7 @@ def _panel_of(outcome: Outcome) -> str:
 def test_panel_shows_a_last_line_as_it_was_written(tmp_path: Path) -> None:
     text = r"import sys; sys.exit('expected x[:100:] and \[red], found \x1b[31m:boom:\x1b[0m')"
     outcome = Launcher(program(tmp_path, text), 1).run()
-    assert r"its last line: expected x[:100:] and \[red], found :boom: " in _panel_of(outcome)
+    assert r"the last line of its stderr: expected x[:100:] and \[red], found :boom: " in _panel_of(outcome)
 
 
 def test_panel_tells_of_the_memory_whatever_is_written_after_the_worker_has_ended(
@@ -268,7 +268,7 @@ def test_panel_tells_of_the_memory_whatever_is_written_after_the_worker_has_ende
     shown = _panel_of(Launcher(program(tmp_path, text), 1).run())
     assert f"worker 0 failed first: ended by SIGKILL{oom_reason()}" in shown
     assert "memory ran out: use fewer workers" in shown
-    assert "its last line: its daemon" in shown
+    assert "the last line of its stderr: its daemon" in shown
 
 
 def test_text_without_an_end_of_line_is_passed_on_although_a_child_keeps_the_pipe_open(
