@@ -112,7 +112,7 @@ class Weights:
         for index, value in enumerate(self.tensors.values(self.shown if buffers is None else buffers)) if among else ():
             data, bits = self.tensors[index].data, _BITS[value.element_size()]
             if index in among and not torch.equal(data.contiguous().view(bits), value.contiguous().view(bits)):
-                found[index] = data
+                found[index] = data if data.stride() == value.stride() else data.clone()  # it may be the value, transposed
         return found
 
     @torch.inference_mode(mode=False)

@@ -62,6 +62,22 @@ static inline bool fps_alike(const c10::TensorImpl *one, const c10::TensorImpl *
     return fps_equal(one->sizes(), other->sizes()) && one->dtype() == other->dtype() && one->device() == other->device();
 }
 
+/* A tensor's sizes, then its strides. */
+using fps_form = at::DimVector;
+static inline void fps_note_form(const c10::TensorImpl *impl, fps_form &form) {
+    form.clear();
+    form.append(impl->sizes().begin(), impl->sizes().end());
+    form.append(impl->strides().begin(), impl->strides().end());
+}
+static inline bool fps_has_form(const c10::TensorImpl *impl, const fps_form &form) {
+    const auto sizes = impl->sizes(), strides = impl->strides();
+    const size_t dimensions = sizes.size();
+    if (form.size() != 2 * dimensions) return false;
+    for (size_t i = 0; i < dimensions; i++)
+        if (sizes[i] != form[i] || strides[i] != form[dimensions + i]) return false;
+    return true;
+}
+
 /* Facts about one of a loop's values, gathered once. */
 struct fps_value {
     c10::TensorImpl *impl = nullptr;  /* null: not plain; only the attribute works */
@@ -69,7 +85,7 @@ struct fps_value {
     void *data = nullptr;             /* where its storage begins; null: only the attribute can assign it */
     size_t nbytes = 0;
     caffe2::TypeMeta dtype;
-    at::DimVector form;               /* sizes, then strides */
+    fps_form form;
     at::Tensor held;                  /* the value: else a second holder counts a Python object's reference, with the GIL */
 
     fps_value() = default;
@@ -80,17 +96,11 @@ struct fps_value {
         data = storage->mutable_data();
         nbytes = storage->nbytes();
         dtype = impl->dtype();
-        form.append(impl->sizes().begin(), impl->sizes().end());
-        form.append(impl->strides().begin(), impl->strides().end());
+        fps_note_form(impl, form);
     }
 
     bool has_form_of(c10::TensorImpl *other) const {
-        const auto sizes = other->sizes(), strides = other->strides();
-        const size_t dimensions = sizes.size();
-        if (form.size() != 2 * dimensions || other->dtype() != dtype || other->storage_offset()) return false;
-        for (size_t i = 0; i < dimensions; i++)
-            if (sizes[i] != form[i] || strides[i] != form[dimensions + i]) return false;
-        return true;
+        return other->dtype() == dtype && !other->storage_offset() && fps_has_form(other, form);
     }
 };
 
@@ -99,10 +109,7 @@ static inline bool fps_take(PyObject *object, const fps_value &value) {
     c10::TensorImpl *impl = fps_plain(object);
     const c10::DispatchKeySet lazy({c10::DispatchKey::Conjugate, c10::DispatchKey::Negative});
     if (!value.data || !impl || !impl->device().is_cpu() || impl->key_set().has_any(lazy)) return false;
-    const size_t dimensions = impl->sizes().size();
-    if (impl->dtype() != value.dtype || value.form.size() != 2 * dimensions || !fps_begin(impl)) return false;
-    for (size_t i = 0; i < dimensions; i++)
-        if (impl->sizes()[i] != value.form[i] || impl->strides()[i] != value.form[dimensions + i]) return false;
+    if (impl->dtype() != value.dtype || !fps_has_form(impl, value.form) || !fps_begin(impl)) return false;
     memcpy(value.data, fps_begin(impl), value.nbytes);
     return true;
 }
@@ -113,6 +120,7 @@ struct fps_parameter {
     void *data = nullptr;  /* the data pointer set last */
     bool borrows = false;  /* the tensor shows a value in that value's storage, which must not move */
     const void *place = nullptr;  /* where it lay when it was last shown or remembered */
+    fps_form form;                /* which it had then; empty: not plain */
     bool counts = true;           /* whether a write that torch counts is a change */
     int64_t version = 0;          /* its version counter then, and the writes counted since */
 
@@ -290,9 +298,17 @@ static C10_NOINLINE Py_ssize_t fps_point_all(PyObject *list, std::vector<fps_par
     }
     return i;
 }
+/* Note the form of a tensor; whether it has still that form. */
+static inline void fps_note_form(PyObject *tensor, fps_parameter &own) {
+    if (const c10::TensorImpl *impl = fps_plain(tensor)) fps_note_form(impl, own.form);
+}
+static inline bool fps_has_form(PyObject *tensor, const fps_parameter &own) {
+    const c10::TensorImpl *impl = fps_plain(tensor);
+    return own.form.empty() || (impl && fps_has_form(impl, own.form));
+}
 static inline bool fps_is_changed(PyObject *tensor, const fps_parameter &own) {
     int64_t version;
-    return fps_place(tensor) != own.place || (own.counts && (!fps_version(tensor, &version) || version != own.version));
+    return fps_place(tensor) != own.place || !fps_has_form(tensor, own) || (own.counts && (!fps_version(tensor, &version) || version != own.version));
 }
 static C10_NOINLINE Py_ssize_t fps_next_changed(PyObject *list, const std::vector<fps_parameter> &known, Py_ssize_t i) {
     while (i < PyList_GET_SIZE(list) && !fps_is_changed(PyList_GET_ITEM(list, i), known[i])) i++;

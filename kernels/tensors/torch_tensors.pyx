@@ -30,6 +30,8 @@ cdef extern from "tensors/torch_tensors.hpp":
     bint fps_take(object tensor, const fps_value &value) except +
     bint fps_settle(object tensor, object values, fps_parameter &known, const fps_value &value) except +
     const void *fps_place(object tensor) except +
+    void fps_note_form(object tensor, fps_parameter &known) except +
+    bint fps_has_form(object tensor, const fps_parameter &known) except +
     bint fps_count_write(object tensor, bint of_its_own) except +
     bint fps_move_along(object tensor, fps_parameter &known) except +
     bint fps_version(object tensor, int64_t *version) except +
@@ -181,6 +183,7 @@ cdef class CompiledLoops:
             self.tensors[i].data = values.tensors[i]
             self.known[i].borrows = True
             self.known[i].place = _place(self.tensors[i])
+        fps_note_form(self.tensors[i], self.known[i])
         return 0
 
     def show_copies(self):
@@ -230,6 +233,7 @@ cdef class CompiledLoops:
             for i in range(len(self.tensors)):
                 self.known[i].version = self._version(i)
                 self.known[i].place = _place(self.tensors[i])
+                fps_note_form(self.tensors[i], self.known[i])
 
     def changed(self):
         """Return the index of the first tensor written to or pointed elsewhere since `remember`, except by `show`, or -1."""
@@ -241,8 +245,8 @@ cdef class CompiledLoops:
         return -1
 
     def has_moved(self, Py_ssize_t index):
-        """Return whether a tensor was pointed at other memory since `remember`, except by `show`."""
-        return _place(self.tensors[index]) != self.known[index].place
+        """Return whether a tensor was pointed at other memory, or at it in another form, since `remember`, except by `show`."""
+        return _place(self.tensors[index]) != self.known[index].place or not fps_has_form(self.tensors[index], self.known[index])
 
     def set_gradients(self, Values gradients not None):
         """Set `grad` of each tensor to its gradient."""

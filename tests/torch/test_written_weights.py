@@ -101,6 +101,68 @@ def test_a_write_that_not_all_workers_made_alike_is_refused_by_name_of_the_param
     assert all(outcome for outcome in outcomes), "every worker is told"
 
 
+def _set_transposed(weight: torch.Tensor) -> None:
+    weight.data = weight.data.transpose(-1, -2)
+
+
+def _transpose_in_place(weight: torch.Tensor) -> None:
+    with torch.no_grad():
+        weight.transpose_(-1, -2)
+
+
+def _set_to_transposed(weight: torch.Tensor) -> None:
+    with torch.no_grad():
+        weight.set_(weight.data.transpose(-1, -2))  # type: ignore[call-overload]
+
+
+@pytest.mark.usefixtures("loops")
+@pytest.mark.parametrize("turn", [_set_transposed, _transpose_in_place, _set_to_transposed])
+@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("kind", ["linear", "convolution"])
+def test_a_weight_that_a_script_transposes_over_its_own_memory_is_the_jobs_as_in_torch(
+    turn: Callable[[torch.Tensor], None], workers: int, kind: str
+) -> None:
+    def trained(wraps: bool) -> list[list[float]]:
+        torch.manual_seed(0)
+        model = torch.nn.Linear(3, 3, bias=False) if kind == "linear" else torch.nn.Conv2d(2, 2, 3, bias=False)
+        inputs = torch.randn((4, 3) if kind == "linear" else (4, 2, 5, 5))
+        optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        optimizer = fastps.DistributedOptimizer(optimizer, "bsp", model=model, timeout_s=30) if wraps else optimizer
+        found = []
+        for step in range(4):
+            optimizer.zero_grad()
+            model(inputs).square().mean().backward()
+            optimizer.step()
+            if step in (1, 2):
+                turn(model.weight)
+            found.append(model.weight.detach().flatten().tolist())
+        if wraps:
+            optimizer.close()
+        return found
+
+    for found in _outcomes(lambda _: trained(True), workers):
+        np.testing.assert_allclose(found, trained(False), rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.usefixtures("loops")
+@pytest.mark.parametrize("sync", ["bsp", "asp"])
+def test_a_parameter_that_shows_its_memory_in_a_form_that_cannot_follow_is_refused_by_name(sync: str) -> None:
+    def work(rank: int) -> None:
+        model = torch.nn.Linear(4, 4, bias=False)
+        inner = torch.optim.SGD(model.parameters(), lr=0.1)
+        with fastps.DistributedOptimizer(inner, sync, model=model, timeout_s=30) as optimizer:
+            optimizer.wait_for_start()
+            for step in range(3):
+                optimizer.zero_grad()
+                model(torch.ones(2, 4)).sum().backward()
+                optimizer.step()
+                if step == 1:
+                    model.weight.data = model.weight.data[:2] if sync == "bsp" else model.weight.data.t()
+
+    told = [text for outcome in _outcomes(work, 2) if outcome for name, text in [outcome] if name == "ParameterChangedError"]
+    assert told and "parameter 'weight' was" in told[0]  # the other is alone then, or ends with it
+
+
 def test_what_a_worker_writes_after_its_last_step_is_its_own() -> None:
     """Worker 0 loads other weights, evaluates and saves them, while the other goes on."""
 
