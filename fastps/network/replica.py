@@ -137,6 +137,7 @@ class Replica:
             outcome = self._agree(Own(kind, spare))
             kinds = {row.kind for row in outcome.rows.values()}
             if kinds == {RowKind.END}:
+                self._exchange_counters(outcome.rows)
                 self._rooms.gathered = FINAL
                 break
             if kinds <= {RowKind.LEFT, RowKind.END}:

@@ -264,10 +264,14 @@ def test_statistics_have_a_row_for_each_worker_of_all_nodes() -> None:
                 time.sleep(0.2)
                 weights.grad = torch.ones(4)
                 optimizer.step()
-            return at_first, [row.rank for row in optimizer.statistics()], [row.steps for row in optimizer.statistics()]
+            now = optimizer.statistics()
+            optimizer.wait_for_others()
+            at_last = [(row.steps, row.folded) for row in optimizer.statistics()]
+            return at_first, [row.rank for row in now], [row.steps for row in now], at_last
 
-    for rank, (at_first, ranks, steps) in enumerate(nodes.train((1, 2), work)):
+    for rank, (at_first, ranks, steps, at_last) in enumerate(nodes.train((1, 2), work)):
         assert at_first == [(0, "live"), (1, "live"), (2, "live")]
         assert ranks == [0, 1, 2]
         assert all(count >= 4 for count in steps), "no row is older than a second"
         assert steps[rank] == 8
+        assert at_last == [(8, 8)] * 3, "of all nodes, once their workers have ended"

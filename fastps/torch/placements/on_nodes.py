@@ -93,7 +93,10 @@ class NodePlacement(HostPlacement):
         return self._home_view
 
     def statistics(self, worker: Worker) -> list[WorkerStatistics]:
-        """Where this node is a replica, of the workers of all nodes: this node's now, those of others up to a second ago."""
+        """Where this node is a replica, of the workers of all nodes: this node's now, those of others up to a second ago.
+
+        After `wait_for_others` all are the last.
+        """
         own = super().statistics(worker)
         if not self._is_replica:
             return own
