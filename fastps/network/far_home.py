@@ -11,11 +11,11 @@ from itertools import chain
 import numpy as np
 import torch
 
-from fastps.errors import Error, NodeLostError, ProtocolError, TimeoutExceededError
+from fastps.errors import AttachError, Error, NodeLostError, ProtocolError, TimeoutExceededError
 from fastps.membership.job_memory import JobMemory
 from fastps.network.codec import CODECS, RoundedReceiver, RoundedSender
 from fastps.network.edge import CHUNK_FLOATS, SENDS_UNDER_WAY, Edge, chunk_ranges
-from fastps.network.link import LinkLostError, Memory, RefusedError, UnreachableError
+from fastps.network.link import LinkLostError, Memory, MismatchError, RefusedError, UnreachableError
 from fastps.network.messages import Header, Kind
 from fastps.network.monitoring.watch import EdgeWatch
 from fastps.network.parts import cut_of
@@ -167,12 +167,17 @@ class FarHome:
         raise self._lost(reason)
 
     def _open(self) -> None:
-        """Open an edge and agree on the step to go on with. Raises LinkLostError, and NodeLostError if none can be had."""
+        """Open an edge and agree on the step to go on with.
+
+        Raises LinkLostError, NodeLostError if none can be had, and AttachError if the two sides do not fit.
+        """
         before = self._session.dropped
         try:
             self._edge, answer = self._rendezvous.connect(self._session.hello(), is_first=self._edge is None)
             self._edge.watch = self._watch
             self._session.welcome(answer)
+        except MismatchError as error:
+            raise AttachError(f"node {self._nodes.number} and node 0: {error}") from error
         except (RefusedError, ProtocolError) as error:
             raise self._lost(str(error)) from error
         if answer.kind == Kind.WELCOME and self._session.version:

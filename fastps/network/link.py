@@ -45,6 +45,10 @@ class RefusedError(LinkLostError):
     """The peer refuses this side, has failed or has ended: another try would end in the same way."""
 
 
+class MismatchError(RefusedError):
+    """The peer refuses this side for good: they have different secrets, layouts or versions."""
+
+
 class UnreachableError(LinkLostError):
     """Nothing answers at all: the network may be cut, and may come back."""
 

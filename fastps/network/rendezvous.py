@@ -19,7 +19,7 @@ from fastps.job.secret import secret_of_environment
 from fastps.job.update_rules import Hyper
 from fastps.network.addresses import own_address
 from fastps.network.edge import Edge
-from fastps.network.link import GlooLink, Link, LinkLostError, RefusedError, UnreachableError, reason_of
+from fastps.network.link import GlooLink, Link, LinkLostError, MismatchError, RefusedError, UnreachableError, reason_of
 from fastps.network.messages import HEADER_BYTES, Header, Kind, hello_fault
 from fastps.network.presence import of_launch, reported
 from fastps.network.secret import EdgeName, mac, prove, refuse
@@ -182,12 +182,13 @@ class Rendezvous:
             raise
         if answer is None or answer.kind not in (Kind.WELCOME, Kind.RESUME):
             edge.abandon()
-            silent = f"node 0 did not answer within {timeout_s:g} s"
-            raise RefusedError(answer.reason) if answer else LinkLostError(silent)
+            if answer is None:
+                raise LinkLostError(f"node 0 did not answer within {timeout_s:g} s")
+            raise (MismatchError if answer.kind == Kind.REFUSED else RefusedError)(answer.reason)
         return edge, answer
 
     def prove(self, edge: Edge, node: int, epoch: int, timeout_s: float, *, is_home: bool) -> None:
-        """If the job has a secret, let both sides of an edge prove that they know it. Raises LinkLostError, RefusedError."""
+        """If the job has a secret, let both sides of an edge prove that they know it. Raises LinkLostError, MismatchError."""
         name = EdgeName(self._name, node, epoch, self.layout.digest())
         prove(edge, self._secret, name, is_home=is_home, timeout_s=timeout_s)
 

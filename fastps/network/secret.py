@@ -13,7 +13,7 @@ from typing import NoReturn
 
 from fastps.job.secret import HOW_TO_GIVE, Secret
 from fastps.network.edge import Edge
-from fastps.network.link import LinkLostError, RefusedError
+from fastps.network.link import LinkLostError, MismatchError
 from fastps.network.messages import Header, Kind
 
 NONCE_BYTES = 32
@@ -50,7 +50,7 @@ def are_equal(found: str, expected: str) -> bool:
 def prove(edge: Edge, secret: Secret | None, name: EdgeName, *, is_home: bool, timeout_s: float) -> None:
     """Prove to the other side of an edge that this side knows the secret, and let it prove the same.
 
-    Does nothing without a secret. Raises RefusedError if the other side does not prove it, and tells it why, and LinkLostError
+    Does nothing without a secret. Raises MismatchError if the other side does not prove it, and tells it why, and LinkLostError
     if it does not answer.
     """
     if secret is None:
@@ -94,7 +94,7 @@ def _next(edge: Edge, kind: Kind, name: EdgeName, timeout_s: float) -> Header:
     if header is None:
         raise LinkLostError(f"the other side did not prove within {timeout_s:g} s that it knows the job's secret")
     if header.kind == Kind.REFUSED:
-        raise RefusedError(header.reason)
+        raise MismatchError(header.reason)
     if header.kind == Kind.HELLO:
         refuse(edge, f"this job has a secret, and a node did not prove that it knows it: {HOW_TO_GIVE}")
     if header.kind != kind:
@@ -105,7 +105,7 @@ def _next(edge: Edge, kind: Kind, name: EdgeName, timeout_s: float) -> Header:
 
 
 def refuse(edge: Edge, reason: str) -> NoReturn:
-    """Tell the other side why it cannot join. Raises RefusedError."""
+    """Tell the other side why it cannot join. Raises MismatchError."""
     with contextlib.suppress(LinkLostError):
         edge.send_header(Header(Kind.REFUSED, text=reason))
-    raise RefusedError(reason)
+    raise MismatchError(reason)

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from fastps.errors import AttachError, NodeLostError
+from fastps.errors import AttachError, Error, NodeLostError
 from fastps.job.layout import Layout
 from fastps.job.update_rules import Rule
 from fastps.membership.job_memory import JobMemory
@@ -59,6 +59,10 @@ class Order:
     trace: str = ""  # the folder in which the job is recorded, or ""
 
 
+# What an agent ends with that says all itself.
+_OF_NODES: dict[str, type[Error]] = {kind.__name__: kind for kind in (NodeLostError, AttachError)}
+
+
 class ServerProcess:
     """A server that this process started. In a forked child the object does nothing."""
 
@@ -100,7 +104,7 @@ class ServerProcess:
             if ended is not None or store.clock.now_ns() >= deadline_ns:
                 if reason := store.arena.failure(store.arena.server_lane):
                     kind, _, text = reason.partition(": ")
-                    raise NodeLostError(text) if kind == NodeLostError.__name__ else AttachError(f"job {store.job}: {reason}")
+                    raise _OF_NODES[kind](text) if kind in _OF_NODES else AttachError(f"job {store.job}: {reason}")
                 if self._is_agent and ended is not None and ended < 0:
                     raise NodeLostError(f"this node's agent (process {self._process.pid}) was killed before it served")
                 found = "none" if ended is None else f"that it ended with exit code {ended}"

@@ -141,4 +141,5 @@ def test_a_job_whose_nodes_have_different_secrets_ends_by_name(secrets: tuple[st
         processes.finish(children, 90)
     outcomes = [str(child.outcome) for child in children]
     assert all(message in outcome for outcome in outcomes), outcomes
+    assert children[1].outcome[0] == "AttachError", "not a loss, after which launchers try again"
     assert not any(secret and secret in outcome for secret in secrets for outcome in outcomes)
