@@ -116,9 +116,11 @@ class WeightsReader:
                     raise AttachError(f"job {self.job}: no reader can attach: {error}") from error
             if reader == control.readers - 1:  # a worker may have had free places for a moment, to give their buffers back
                 self._clock.sleep_ns(_MOMENT_NS)
+        own = sum(each.job == self.job and not each.closed for each in _live)
+        text = f" (this process has {own}: a reader that is dropped keeps its place until close())" if own else ""
         raise AttachError(
             f"job {self.job}: expected a free place of {control.readers} for readers, found none; close a reader, or create"
-            " the job with a larger max_readers"
+            f" the job with a larger max_readers{text}"
         )
 
     @property

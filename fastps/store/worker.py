@@ -310,7 +310,7 @@ class Worker(AttachedLane):
             if len(hypers) != self.store.layout.groups:
                 raise UsageError(
                     f"expected hyper-parameters of {self.store.layout.groups} groups, as the job was made for, found"
-                    f" {len(hypers)}: add a group to the torch optimizer before it is wrapped"
+                    f" {len(hypers)}: add and remove groups before the optimizer is wrapped, or after unwrap()"
                 )
             for group, hyper in enumerate(hypers):
                 self.lane.set_hyper(slot, group, *hyper)

@@ -236,7 +236,8 @@ def write_error(name: str, *, is_undone: bool = False, has_moved: bool = False, 
     if is_undone:
         return ParameterChangedError(
             f"parameter {name!r} was written to outside of step() (in place, or by load_state_dict), which the next pull would"
-            " undo: load weights before wrapping, and avoid layers that renormalize weights (max_norm)"
+            " undo: load weights before wrapping, or by optimizer.replace_weights(tensors) in all workers, and avoid layers"
+            " that renormalize weights (max_norm)"
         )
     if has_moved:
         return ParameterChangedError(

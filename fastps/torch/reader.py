@@ -186,9 +186,12 @@ class Reader(WeightsReader):
         return _Shown(prefix, Weights(Tensors(tensors).enter(self._memory, self._view), own), own)
 
     def _check_tensor(self, parameter: Parameter, tensor: torch.Tensor) -> None:
-        is_shared = tensor.device.type == "cpu" and tensor.is_shared()  # type: ignore[no-untyped-call]
-        if tensor.device.type != "cpu" or is_shared:
-            where = "memory that torch shares between processes (share_memory)" if is_shared else f"memory of {tensor.device}"
+        where = "" if tensor.device.type == "cpu" else f"memory of {tensor.device}"
+        if not where and tensor.is_shared():  # type: ignore[no-untyped-call]
+            where = "memory that torch shares between processes (share_memory)"
+        if tensor.is_inference():
+            where = "torch.inference_mode(), in which the model was built"
+        if where:
             raise UnsupportedError(
                 f"{_kind(parameter)} {parameter.name!r}: expected a tensor of this process on the CPU, found one in {where};"
                 " give it copies: update(model, copy=True)"

@@ -140,6 +140,12 @@ def test_eight_stopped_readers_of_eight_versions_delay_nobody(sync: str, killed:
         assert all(processes.runs(child.process_id) for child in killed), "a reader saw two versions"
 
 
+def test_who_finds_no_place_is_told_how_many_its_own_process_has() -> None:
+    with _store(max_readers=1) as store, store.attach(0), _open(store.job):
+        with pytest.raises(fastps.AttachError, match=r"max_readers \(this process has 1: a reader that is dropped"):
+            _open(store.job)
+
+
 def test_the_place_of_a_killed_reader_is_free() -> None:
     with _store(max_readers=1) as store, store.attach(0) as worker:
         for _ in range(5):

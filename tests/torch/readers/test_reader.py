@@ -128,6 +128,10 @@ def test_models_that_do_not_fit_are_refused_by_name_and_left_as_they_are() -> No
             reader.update(_model().share_memory())
         with pytest.raises(fastps.UnsupportedError, match=cured.format("memory of meta")):
             reader.update(_model().to("meta"))
+        with torch.inference_mode():
+            frozen = _model()
+        with pytest.raises(fastps.UnsupportedError, match=cured.format(r"torch.inference_mode\(\), .*")):
+            reader.update(frozen)
         reader.update()
         reader.update(_model())
 
