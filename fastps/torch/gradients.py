@@ -17,7 +17,7 @@ from torch.utils.hooks import RemovableHandle
 from fastps.errors import UnsupportedError, UsageError
 from fastps.store.row_slots import presence_of
 from fastps.torch.foreign import write_error
-from fastps.torch.tensor_loops import tensor_loops
+from fastps.torch.tensor_loops import Place, place_of, tensor_loops
 from fastps.torch.tensors import Tensors
 
 logger = logging.getLogger("fastps.torch")
@@ -41,7 +41,7 @@ class Gradients:
         self.tensors = tensors = [of[number] for number in numbers]
         self.is_hooked = is_hooked
         self.slots = [self._views(slot) for slot in range(of.store.arena.slots)]
-        self._addresses = [[view.data_ptr() for view in each] for each in self.slots]
+        self._places = [[place_of(view) for view in each] for each in self.slots]
         # The parameters that had a gradient at the last `collect`; never shrunk in place: it may be `_everything` itself.
         self.present: set[int] = set()
         self.keeps_slot = keeps
@@ -141,7 +141,8 @@ class Gradients:
     def collect(self, slot: int) -> bytes:
         """Copy gradients that did not come through the hook into the slot; skip parameters whose p.grad is None, as torch does.
 
-        A script may also have pointed p.grad at other memory (p.grad.data = tensor), although it is the tensor over the slot.
+        A script may also have pointed p.grad at other memory (p.grad.data = tensor), although it is the tensor over the slot,
+        or at the slot in another form (p.grad.t_()).
         Returns the bitmap of the parameters that have a gradient.
         """
         self.is_apart = False
@@ -159,7 +160,9 @@ class Gradients:
                 continue
             if gradient is not self.slots[slot][index]:
                 apart[index] = gradient
-            elif gradient.data_ptr() != self._addresses[slot][index]:
+            elif place_of(gradient) != self._places[slot][index]:
+                if gradient.data_ptr() == self._places[slot][index][0]:
+                    tensor.grad = gradient = gradient.clone()
                 self.slots[slot][index] = self._views(slot)[index]
                 self._prepared[slot] = self._loops.prepare(self.slots[slot])
                 apart[index] = gradient
@@ -231,14 +234,14 @@ class Gradients:
 class CountedGradients(Gradients):
     """Gradients whose copies into slots are queued during backward; `p.grad` is never a view of the slot.
 
-    The version counter and the address of a gradient tell whether it was changed after backward (clipped by hand, say); such a
+    The version counter and the place of a gradient tell whether it was changed after backward (clipped by hand, say); such a
     gradient is copied again. A write through `.data`, which torch does not count, is not noticed.
     """
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
-        # The gradient in the slot, its version and its address.
-        self._put: list[tuple[torch.Tensor, int, int] | None] = [None] * len(self.tensors)
+        # The gradient in the slot, its version and its place.
+        self._put: list[tuple[torch.Tensor, int, Place] | None] = [None] * len(self.tensors)
 
     def put(self, index: int, slot: int, tensor: torch.Tensor) -> bool:
         """Queue a copy of `p.grad`, into which autograd has just accumulated, into the slot. Returns whether it did."""
@@ -251,7 +254,7 @@ class CountedGradients(Gradients):
     def _queue_copy(self, index: int, slot: int, gradient: torch.Tensor) -> None:
         self.check(index, gradient)
         self.slots[slot][index].copy_(gradient.detach(), non_blocking=True)
-        self._put[index] = gradient, gradient._version, gradient.data_ptr()
+        self._put[index] = gradient, gradient._version, place_of(gradient)
 
     def expose(self, slot: int) -> None:
         """Raise UsageError: p.grad is never a view of the slot."""
@@ -265,7 +268,7 @@ class CountedGradients(Gradients):
             if gradient is None:
                 continue
             self.present.add(index)
-            if put is None or put[0] is not gradient or put[1:] != (gradient._version, gradient.data_ptr()):
+            if put is None or put[0] is not gradient or put[1:] != (gradient._version, place_of(gradient)):
                 self._queue_copy(index, slot, gradient)
         return self._presence()
 

@@ -38,7 +38,10 @@ _counting = threading.RLock()  # held where versions are remembered: each of two
 TORCH = torch.__version__.partition("+")[0]
 
 
-def _place(tensor: torch.Tensor) -> tuple[int, torch.Size, tuple[int, ...]]:
+Place = tuple[int, torch.Size, tuple[int, ...]]
+
+
+def place_of(tensor: torch.Tensor) -> Place:
     """Where a tensor's memory lies, and in which form it shows that."""
     return tensor.data_ptr(), tensor.shape, tensor.stride()
 
@@ -73,7 +76,7 @@ class TensorLoops:
     def show(self, values: list[torch.Tensor], is_write: bool = False) -> None:
         """Point `data` of each tensor at its value: no copy. With `is_write` autograd knows, as by `count_writes` of all."""
         self._data.set(self._tensors, values)
-        self._places = list(map(_place, self._tensors))
+        self._places = list(map(place_of, self._tensors))
         if is_write:
             self.count_writes(self._tensors)
 
@@ -95,7 +98,7 @@ class TensorLoops:
         """Accept all writes to the tensors, and their addresses, so that `changed` does not report them."""
         with _counting:
             self._remembered = self._counters.get(self._tensors)
-            self._places = list(map(_place, self._tensors))
+            self._places = list(map(place_of, self._tensors))
 
     def changed(self) -> int:
         """The index of the first tensor written to or pointed elsewhere since `remember`, or -1. `show` is no change."""
@@ -110,7 +113,7 @@ class TensorLoops:
 
     def has_moved(self, index: int) -> bool:
         """Whether a tensor was pointed at other memory, or at it in another form, since `remember`, other than by `show`."""
-        return _place(self._tensors[index]) != self._places[index]
+        return place_of(self._tensors[index]) != self._places[index]
 
     def set_gradients(self, gradients: list[torch.Tensor]) -> None:
         """Set `grad` of each tensor to its element of `gradients`."""

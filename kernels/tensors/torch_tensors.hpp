@@ -232,12 +232,13 @@ static inline bool fps_version(PyObject *tensor, int64_t *version) {
     return true;
 }
 
-/* tensor.grad is value, and lies where value lay (p.grad.data = other moves it). */
+/* tensor.grad is value, and lies where value lay, in its form (p.grad.data = other moves it, p.grad.t_() turns it). */
 static inline bool fps_grad_is(PyObject *tensor, const fps_value &value, int *same) {
     const c10::TensorImpl *impl = fps_impl(tensor);
     if (!impl || !value.impl) return false;
     const at::Tensor *grad = fps_grad(impl);
-    *same = grad && grad->unsafeGetTensorImpl() == value.impl && (!value.place || fps_begin(value.impl) == value.place);
+    *same = grad && grad->unsafeGetTensorImpl() == value.impl && (!value.place || fps_begin(value.impl) == value.place) &&
+            (value.form.empty() || fps_has_form(value.impl, value.form));
     return true;
 }
 

@@ -216,3 +216,31 @@ def test_a_gradient_that_was_pointed_at_other_memory_is_pushed_from_there() -> N
             weight.grad.data = torch.tensor([3.0, 5.0])
             optimizer.step()
         assert weight.tolist() == [-6.0, -10.0]
+
+
+def _turn_data(gradient: torch.Tensor) -> None:
+    gradient.data = gradient.data.t()
+
+
+def _set_to_turned(gradient: torch.Tensor) -> None:
+    gradient.set_(gradient.data.t())  # type: ignore[call-overload]
+
+
+@pytest.mark.usefixtures("loops")
+@pytest.mark.parametrize("sync", ["bsp", "asp"])
+@pytest.mark.parametrize("turn", [_turn_data, _set_to_turned, lambda gradient: gradient.t_()])
+def test_a_gradient_that_was_turned_over_its_own_memory_is_pushed_so(turn: Callable[[torch.Tensor], Any], sync: str) -> None:
+    def run(wrap: Callable[[Any], Any]) -> list[list[float]]:
+        weight = torch.nn.Parameter(torch.zeros(2, 2))
+        optimizer = wrap(torch.optim.SGD([weight], lr=1.0))
+        for step in range(3):
+            optimizer.zero_grad()
+            (weight * torch.tensor([[1.0, 2.0], [4.0, 8.0]])).sum().backward()
+            if step:
+                assert weight.grad is not None
+                turn(weight.grad)
+            optimizer.step()
+        return weight.tolist()  # type: ignore[no-any-return]
+
+    found, expected = with_and_without(run, sync=sync)
+    assert found == expected == [[-3.0, -10.0], [-8.0, -24.0]]
