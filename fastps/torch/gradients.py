@@ -41,7 +41,7 @@ class Gradients:
         self.tensors = tensors = [of[number] for number in numbers]
         self.is_hooked = is_hooked
         self.slots = [self._views(slot) for slot in range(of.store.arena.slots)]
-        self._places = [[place_of(view) for view in each] for each in self.slots]
+        self._slot_places = [[place_of(view) for view in each] for each in self.slots]
         # The parameters that had a gradient at the last `collect`; never shrunk in place: it may be `_everything` itself.
         self.present: set[int] = set()
         self.keeps_slot = keeps
@@ -160,8 +160,8 @@ class Gradients:
                 continue
             if gradient is not self.slots[slot][index]:
                 apart[index] = gradient
-            elif place_of(gradient) != self._places[slot][index]:
-                if gradient.data_ptr() == self._places[slot][index][0]:
+            elif place_of(gradient) != self._slot_places[slot][index]:
+                if gradient.data_ptr() == self._slot_places[slot][index][0]:
                     tensor.grad = gradient = gradient.clone()
                 self.slots[slot][index] = self._views(slot)[index]
                 self._prepared[slot] = self._loops.prepare(self.slots[slot])

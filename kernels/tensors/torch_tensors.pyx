@@ -246,7 +246,8 @@ cdef class CompiledLoops:
 
     def has_moved(self, Py_ssize_t index):
         """Return whether a tensor was pointed at other memory, or at it in another form, since `remember`, except by `show`."""
-        return _place(self.tensors[index]) != self.known[index].place or not fps_has_form(self.tensors[index], self.known[index])
+        tensor = self.tensors[index]
+        return _place(tensor) != self.known[index].place or not fps_has_form(tensor, self.known[index])
 
     def set_gradients(self, Values gradients not None):
         """Set `grad` of each tensor to its gradient."""
