@@ -17,7 +17,8 @@ from fastps.lab.papers.rows import items_of, reproduce
 INTRODUCTION = """The command below makes this page. Parameters come from the papers' texts. What a text does not give stands in
 a footnote, after "Assumed". Times are virtual, except in rows
 whose names end in "live": the store's own scheduler plays them ([Virtual time](architecture/simulation.md)). "Real gradients"
-are torch's, each computed at its virtual moment with the weights that its worker would have read.
+are torch's, each computed at its virtual moment with the weights that its worker would have read. Their last bits follow the
+processor and the number of threads, and so do such rows' figures.
 
 What is counted is a table, figure or claim of a paper. It holds in full only if rows measure all of it and each of them
 holds. What no row measures stands in the last column of a paper's first table, with the reason. Where a setting was chosen
