@@ -326,6 +326,13 @@ class WeightsReader:
         if self.closed:
             raise UsageError(f"this reader of job {self.job} is closed: open another with fastps.reader")
 
+    def __reduce__(self) -> Any:
+        """Raise UsageError: a copy would have no place in the job."""
+        raise UsageError(
+            "a reader cannot be copied or pickled: expected its job's name, with which another process calls"
+            f" fastps.reader({self.job!r})"
+        )
+
     def __enter__(self) -> Self:
         return self
 

@@ -193,6 +193,10 @@ class Publisher:
             " another Publisher once shapes have changed"
         )
 
+    def __reduce__(self) -> Any:
+        """Raise UsageError: a copy would be a second publisher of one name."""
+        raise UsageError("a Publisher cannot be copied or pickled: make it in the process that publishes")
+
     def __enter__(self) -> Self:
         return self
 

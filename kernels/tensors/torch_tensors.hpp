@@ -309,7 +309,8 @@ static inline bool fps_has_form(PyObject *tensor, const fps_parameter &own) {
 }
 static inline bool fps_is_changed(PyObject *tensor, const fps_parameter &own) {
     int64_t version;
-    return fps_place(tensor) != own.place || !fps_has_form(tensor, own) || (own.counts && (!fps_version(tensor, &version) || version != own.version));
+    return fps_place(tensor) != own.place || !fps_has_form(tensor, own) ||
+           (own.counts && (!fps_version(tensor, &version) || version != own.version));
 }
 static C10_NOINLINE Py_ssize_t fps_next_changed(PyObject *list, const std::vector<fps_parameter> &known, Py_ssize_t i) {
     while (i < PyList_GET_SIZE(list) && !fps_is_changed(PyList_GET_ITEM(list, i), known[i])) i++;

@@ -226,7 +226,6 @@ def _set_to_turned(gradient: torch.Tensor) -> None:
     gradient.set_(gradient.data.t())  # type: ignore[call-overload]
 
 
-@pytest.mark.usefixtures("loops")
 @pytest.mark.parametrize("sync", ["bsp", "asp"])
 @pytest.mark.parametrize("turn", [_turn_data, _set_to_turned, lambda gradient: gradient.t_()])
 def test_a_gradient_that_was_turned_over_its_own_memory_is_pushed_so(turn: Callable[[torch.Tensor], Any], sync: str) -> None:

@@ -246,7 +246,7 @@ def test_an_error_of_the_optimizers_step_is_the_drivers() -> None:
 
 def change(what: str, sync: str) -> None:
     model = new_model()
-    with fastps.DistributedOptimizer(Muon(model.parameters()), sync) as optimizer:  # a fork that ends has not closed it
+    with fastps.DistributedOptimizer(Muon(model.parameters()), sync) as optimizer:  # a fork ends without closing it
         for step in range(3):
             optimizer.zero_grad()
             loss_of(model, step).backward()

@@ -1,7 +1,9 @@
 """fastps.Publisher: versions of any tensors that other processes read, whole also where the publisher is killed."""
 
 import asyncio
+import copy
 import os
+import pickle
 import threading
 import time
 from collections.abc import Callable
@@ -52,6 +54,14 @@ def test_parameters_buffers_and_tag_are_one_version() -> None:
             assert reader.update(other) == step and reader.tag == {"step": step, "name": "é"} and _equal(model, other)
         assert publisher.publish() == 20 and reader.update() == 20 and reader.tag == {}
     assert _equal(model, other), "it keeps copies"
+
+
+@pytest.mark.parametrize("copied", [pickle.dumps, copy.copy, copy.deepcopy])
+def test_a_copy_is_refused_by_name(copied: Callable[[Any], Any]) -> None:
+    with fastps.Publisher(_model(), _job()) as publisher, fastps.reader(publisher.job) as reader:
+        for each, text in ((publisher, "a Publisher cannot be copied"), (reader, rf"calls fastps.reader\('{publisher.job}'\)")):
+            with pytest.raises(fastps.UsageError, match=text):
+                copied(each)
 
 
 def test_a_model_of_other_strides_is_shown_with_them() -> None:
